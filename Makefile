@@ -1,0 +1,49 @@
+# Every target works from a clean clone: it makes .venv and installs what it needs.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+export JAX_PLATFORMS ?=
+WORKERS ?= 2
+
+.PHONY: demo test test-fast test-all bench gpu-check lint format clean
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --upgrade pip
+	$(BIN)/pip install -q -e '.[test,lint,plot]'
+	touch $@
+
+$(VENV)/.installed-aot: $(VENV)/.installed
+	$(BIN)/pip install -q -e '.[aot]'
+	touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/python examples/train_gpt.py --config examples/ds_config.json --demo
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: $(VENV)/.installed-aot lint
+	JAX_PLATFORMS=cpu $(BIN)/pytest -n $(WORKERS) -m "not full"
+	PYTHON=$(PYTHON) BIN=$(BIN) bash tests/other_python.sh
+
+test-fast: $(VENV)/.installed
+	JAX_PLATFORMS=cpu $(BIN)/pytest -n $(WORKERS) -m "not full and not slow"
+
+test-all: $(VENV)/.installed-aot
+	JAX_PLATFORMS=cpu $(BIN)/pytest -n $(WORKERS)
+
+bench: $(VENV)/.installed-aot
+	JAX_PLATFORMS=cpu $(BIN)/python benchmarks/run.py
+
+gpu-check: $(VENV)/.installed
+	$(BIN)/python benchmarks/gpu_check.py
+
+clean:
+	rm -rf $(VENV) out .cache

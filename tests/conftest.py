@@ -1,0 +1,25 @@
+"""Eight simulated CPU devices, set up before JAX starts its backend, for every test."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+import jax
+import pytest
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+
+_CACHE = pathlib.Path(__file__).parent.parent / ".cache" / "jax"
+jax.config.update("jax_compilation_cache_dir", os.environ.get("ZEROJ_TEST_CACHE", str(_CACHE)))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def eight_devices() -> list[jax.Device]:
+    """The simulated devices; fails, rather than skips, where there are not eight."""
+    devices = jax.devices()
+    assert len(devices) == 8, f"the tests need 8 simulated CPU devices, found {len(devices)}"
+    return devices

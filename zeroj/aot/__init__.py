@@ -1,0 +1,1 @@
+"""Compiling for a cluster that is not here, and reading the program."""

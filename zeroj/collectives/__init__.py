@@ -1,0 +1,1 @@
+"""The collectives that gather and reduce-scatter one leaf."""

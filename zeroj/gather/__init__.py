@@ -1,0 +1,1 @@
+"""Gathering parameters where the traced program uses them."""

@@ -1,0 +1,1 @@
+"""Optax transformations over sharded state."""

@@ -121,6 +121,7 @@ Text = Annotated[str, pydantic.Strict()]
 Names = Annotated[tuple[Text, ...], pydantic.BeforeValidator(_names)]
 Off = Annotated[dict[str, Any] | None, pydantic.BeforeValidator(_switched_off)]
 DType = Literal["fp32", "fp16", "bf16"]
+Variants = Mapping[str, Mapping[str, Any]]  # key -> type -> the Section that the key then holds
 
 
 class Section(pydantic.BaseModel):
@@ -128,7 +129,7 @@ class Section(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
     aliases: ClassVar[Mapping[str, str]] = {}  # other legal spelling -> name of the field
-    variants: ClassVar[Mapping[str, Mapping[str, type[Section]]]] = {}  # key -> type -> section that it holds
+    variants: ClassVar[Variants] = {}  # key -> type -> section that it holds
 
     @pydantic.model_validator(mode="before")
     @classmethod

@@ -46,6 +46,7 @@ class ZeroSection(Section):
         "module_granularity_threshold": "stage3_module_granularity_threshold",
         "use_all_reduce_for_fetch_params": "stage3_use_all_reduce_for_fetch_params",
         "allgather_sequential": "stage3_allgather_sequential",
+        "partition_stream_chunk_size": "stage3_partition_stream_chunk_size",
     }
 
     stage: Literal[0, 1, 2, 3] = honoured(
@@ -131,6 +132,7 @@ class ZeroSection(Section):
         False, "shards are padded to equal size instead"
     )
     stage3_allgather_sequential: Bool = not_needed(False, _SCHEDULED)
+    stage3_partition_stream_chunk_size: Int = not_needed(0, "params are born in their shards", ge=0)
     memory_efficient_linear: Bool = not_needed(
         True, "the backward pass keeps shards of the params, never the gathered ones, for every layer"
     )

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zeroj.config.zero import Zero
 from zeroj.errors import PlanError
@@ -127,11 +127,21 @@ class Plan:
         keep_master = self.stage.params and leaf.trainable
         return self.precision.master(leaf.dtype) if keep_master else self.precision.compute(leaf.dtype)
 
+    def master_dtype(self, leaf: ParamLeaf) -> np.dtype:
+        """The dtype of what the optimizer updates. Frozen leaves have no master: they are stored as computed."""
+        kept = self.precision.master if leaf.trainable else self.precision.compute
+        return kept(leaf.dtype)
+
     # -- pytrees ------------------------------------------------------------------------------------
 
     def sharding(self, placement: Placement) -> NamedSharding:
         """The NamedSharding of one placement."""
         return NamedSharding(self.mesh, placement.spec)
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """The sharding of what every device holds whole: counters, scales, keys."""
+        return NamedSharding(self.mesh, PartitionSpec())
 
     @property
     def params(self) -> Any:
@@ -167,7 +177,7 @@ class Plan:
         return tree.ZeroOptState(master, jax.tree.unflatten(self.state_treedef, inner))
 
     def _master_struct(self, leaf: ParamLeaf) -> jax.ShapeDtypeStruct:
-        return self._struct(self.master_placement(leaf), self.precision.master(leaf.dtype))
+        return self._struct(self.master_placement(leaf), self.master_dtype(leaf))
 
     def _struct(self, placement: Placement, dtype: np.dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(placement.padded, dtype, sharding=self.sharding(placement))

@@ -1,0 +1,163 @@
+"""What a compile for a cluster tells: bytes, collectives, transfers, time, flags; printed as plain tables."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from typing import Any
+
+from zeroj.aot import hlo, traffic
+from zeroj.aot.compile import Compiled
+from zeroj.aot.hardware import Gpu
+from zeroj.aot.traffic import Cluster, Collective, HostCopy
+
+
+@dataclasses.dataclass(frozen=True)
+class Bytes:
+    """Bytes of a program in one memory, per device, as XLA assigned its buffers.
+
+    ``total`` is arguments + outputs - aliased + temporary: donated arguments that became outputs count once.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporary: int
+
+    @property
+    def total(self) -> int:
+        """Bytes needed at the same time."""
+        return self.arguments + self.outputs - self.aliased + self.temporary
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """A step compiled for a cluster. ``print(report)`` shows the tables.
+
+    ``device`` and ``host`` are bytes per GPU; ``flags`` are the compiler flags used, ``dropped`` those that this
+    version of the compiler does not know; ``hlo`` is the text of the compiled program; ``compile_seconds`` is
+    what tracing, lowering and compiling took here.
+    """
+
+    device: Bytes
+    host: Bytes
+    flags: dict[str, Any]
+    dropped: dict[str, str]
+    hlo: str = dataclasses.field(repr=False)
+    cluster: Cluster
+    gpu: Gpu = dataclasses.field(repr=False)
+    compile_seconds: float
+
+    @staticmethod
+    def of(compiled: Compiled, cluster: Cluster, gpu: Gpu) -> Report:
+        """Makes the report of a compiled step."""
+        m = compiled.memory
+        device = Bytes(
+            m.argument_size_in_bytes, m.output_size_in_bytes, m.alias_size_in_bytes, m.temp_size_in_bytes
+        )
+        host = Bytes(
+            m.host_argument_size_in_bytes,
+            m.host_output_size_in_bytes,
+            m.host_alias_size_in_bytes,
+            m.host_temp_size_in_bytes,
+        )
+        return Report(
+            device, host, compiled.flags, compiled.dropped, compiled.hlo, cluster, gpu, compiled.seconds
+        )
+
+    @functools.cached_property
+    def module(self) -> hlo.Module:
+        """The program, read."""
+        return hlo.parse(self.hlo)
+
+    @functools.cached_property
+    def collectives(self) -> list[Collective]:
+        """Every collective of the program with bytes, group, reach and times per step."""
+        return traffic.collectives(self.module, self.cluster)
+
+    @functools.cached_property
+    def copies(self) -> list[HostCopy]:
+        """Every transfer between device and host."""
+        return traffic.host_copies(self.module)
+
+    def wire_bytes(self, op: str | None = None, reach: str | None = None) -> float:
+        """Returns the bytes that one device sends in a step.
+
+        Args:
+          op: only this op ("all-gather", ...); left out: all.
+          reach: only "intra" or "inter"; left out: both.
+        """
+        rows = [c for c in self.collectives if op in (None, c.op) and reach in (None, c.reach)]
+        return sum(c.wire_per_step for c in rows)
+
+    def __str__(self) -> str:
+        c = self.cluster
+        parts = [
+            f"{c.num_devices} x {self.gpu.description}, {c.gpus_per_node} a node;"
+            f" compiled in {self.compile_seconds:.1f} s",
+            self._memory_table(),
+            self._collective_table(),
+            self._copy_table(),
+            "flags: " + ", ".join(f"{k}={v}" for k, v in self.flags.items()),
+        ]
+        if self.dropped:
+            parts.append("flags dropped: " + ", ".join(f"{k} ({why})" for k, why in self.dropped.items()))
+        return "\n\n".join(p for p in parts if p)
+
+    def _memory_table(self) -> str:
+        rows = [
+            [name, *map(size, (b.arguments, b.outputs, b.aliased, b.temporary, b.total))]
+            for name, b in (("device", self.device), ("host", self.host))
+        ]
+        return table(["bytes per GPU", "arguments", "outputs", "aliased", "temporary", "total"], rows)
+
+    def _collective_table(self) -> str:
+        groups: dict[tuple[Any, ...], list[float]] = collections.defaultdict(lambda: [0, 0, 0.0])
+        for c in self.collectives:
+            entry = groups[c.op, c.dtype, c.payload, c.group_size, c.reach, c.asynchronous]
+            entry[0] += 1
+            entry[1] += c.times
+            entry[2] += c.wire_per_step
+        rows = [
+            [op, dtype, size(payload), str(n), reach, "yes" if async_ else "no", str(sites), str(times), size(wire)]
+            for (op, dtype, payload, n, reach, async_), (sites, times, wire) in groups.items()
+        ]
+        if not rows:
+            return "no collectives"
+        heads = ["collective", "dtype", "payload", "group", "reach", "async", "sites", "a step", "wire a step"]
+        return table(heads, rows)
+
+    def _copy_table(self) -> str:
+        if not self.copies:
+            return ""
+        sums: dict[tuple[str, bool], list[int]] = collections.defaultdict(lambda: [0, 0])
+        for copy in self.copies:
+            entry = sums[copy.direction, copy.asynchronous]
+            entry[0] += copy.times
+            entry[1] += copy.times * copy.nbytes
+        rows = [
+            [way, "yes" if async_ else "no", str(times), size(moved)]
+            for (way, async_), (times, moved) in sums.items()
+        ]
+        return table(["host transfer", "async", "a step", "bytes a step"], rows)
+
+
+def size(count: float) -> str:
+    """Returns a number of bytes as text in decimal units: 1.23 GB."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(count) < 1000 or unit == "TB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1000
+    raise AssertionError("unreachable")
+
+
+def table(heads: list[str], rows: list[list[str]]) -> str:
+    """Returns a table as text: the first column to the left, the others to the right."""
+    widths = [max(len(r[i]) for r in [heads, *rows]) for i in range(len(heads))]
+    lines = []
+    for row in [heads, *rows]:
+        cells = [c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))]
+        lines.append("  ".join(cells).rstrip())
+    lines.insert(1, "  ".join("-" * w for w in widths))
+    return "\n".join(lines)

@@ -17,8 +17,8 @@ PROFILES: dict[str, dict[str, object]] = {
         # Gathers of the next iteration start in this one. The first two names are of jax 0.10, then 0.12.
         "xla_gpu_enable_pipelined_all_gather": True,
         "xla_gpu_enable_pipelined_reduce_scatter": True,
-        "xla_gpu_pipeline_all_gather": "on",
-        "xla_gpu_pipeline_reduce_scatter": "on",
+        "xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON",
+        "xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_PIPELINING_MODE_ON",
     },
 }
 

@@ -60,7 +60,8 @@ class GpuLowering:
         """
         from jax._src.lib import xla_client
 
-        used, dropped = dict(options), {}
+        used = dict(options)
+        dropped: dict[str, str] = {}
         client = devices[0].client
         while True:
             try:

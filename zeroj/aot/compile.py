@@ -26,7 +26,12 @@ class Compiled:
 
 
 def compile_step(
-    target: Target, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any], profile: str, options: dict[str, Any]
+    target: Target,
+    step: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    profile: str,
+    options: dict[str, Any],
 ) -> Compiled:
     """Traces, lowers and compiles; see :meth:`zeroj.aot.target.Target.compile`."""
     begin = time.perf_counter()
@@ -38,13 +43,13 @@ def compile_step(
     lowering = _lower(step, args, kwargs)
     if lowering.has_callbacks:
         raise ZerojError(
-            "the step calls back into Python (pure_callback, io_callback, debug.print): such a program cannot be"
+            "the step calls back into Python (pure_callback, io_callback, debug.print): it cannot be"
             " compiled for GPUs that are not there. Leave the callbacks out, or plan without spill to disk."
         )
     if lowering.num_devices not in (1, target.num_devices):
         raise PlanError(
-            f"the step is for {lowering.num_devices} devices, the cluster has {target.num_devices}: build the plan"
-            " and the abstract arguments on target.mesh()"
+            f"the step is for {lowering.num_devices} devices, the cluster has {target.num_devices}:"
+            " build the plan and the abstract arguments on target.mesh()"
         )
     devices = _compat.compile_only_devices(
         target.hardware.target_config(), target.nodes, target.gpus_per_node
@@ -59,7 +64,9 @@ def compile_step(
 
 def _lower(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _compat.GpuLowering:
     if not hasattr(step, "trace"):
-        raise PlanError(f"{step!r} is not a jitted function: pass jax.jit(step), or what zj.make_train_step returns")
+        raise PlanError(
+            f"{step!r} is not a jitted function: pass jax.jit(step), or what zj.make_train_step returns"
+        )
     try:
         traced = step.trace(*args, **kwargs)
     except ZerojError:

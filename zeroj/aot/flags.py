@@ -11,7 +11,8 @@ PROFILES: dict[str, dict[str, object]] = {
     "default": {},
     "overlap": {
         "xla_gpu_enable_latency_hiding_scheduler": True,
-        # One collective a layer: combined ones wait for the last of their operands and keep all outputs alive.
+        # One collective a layer: combined ones wait for the last of their operands and keep all outputs
+        # alive.
         "xla_gpu_all_gather_combine_threshold_bytes": 1,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": 1,
         # Gathers of the next iteration start in this one. The first two names are of jax 0.10, then 0.12.

@@ -18,9 +18,9 @@ def parse_groups(text: str, num_devices: int) -> np.ndarray:
     """Reads replica groups into an array of device ids, one row a group.
 
     Args:
-      text: what follows ``replica_groups=``. Read are lists ``{{0,1},{2,3}}``, iota ``[2,4]<=[8]``, iota with a
-        transpose ``[4,2]<=[2,4]T(1,0)``, mesh axes ``mesh['node'=2,'local'=4] {'local'}`` with sub-axes
-        ``'local':(1)2`` and device ids, and ``{}``, which means one group of all.
+      text: what follows ``replica_groups=``. Read are lists ``{{0,1},{2,3}}``, iota ``[2,4]<=[8]``, iota
+        with a transpose ``[4,2]<=[2,4]T(1,0)``, mesh axes ``mesh['node'=2,'local'=4] {'local'}``, with
+        sub-axes ``'local':(1)2`` and device ids too, and ``{}``, which means one group of all.
       num_devices: devices of the program.
 
     Returns:
@@ -40,7 +40,7 @@ def parse_groups(text: str, num_devices: int) -> np.ndarray:
     if match := _IOTA.fullmatch(text):
         return _iota(*match.groups())
     if match := _MESH.fullmatch(text):
-        return _mesh(*match.groups(), text=text)
+        return _mesh(match.group(1), match.group(2), match.group(3), text)
     raise HloError(f"replica groups not understood: {text[:200]}")
 
 

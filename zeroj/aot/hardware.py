@@ -12,7 +12,7 @@ from zeroj.errors import PlanError
 
 @dataclasses.dataclass(frozen=True)
 class Rate:
-    """A rate of the hardware: the data sheet's value (per second), the part of it that programs reach, a source."""
+    """A rate: the data sheet's value (per second), the part of it that programs reach, the source."""
 
     value: float
     efficiency: float
@@ -30,7 +30,8 @@ class Gpu:
 
     Rates are per GPU and per second: ``flops_bf16`` dense bf16 operations, ``hbm`` bytes of device memory,
     ``nvlink`` bytes to the GPUs of the node (one way), ``network`` bytes to other nodes (one way), ``pcie``
-    bytes to the host (one way). Sizes are in bytes.
+    bytes to the host (one way). Sizes are in bytes. Latencies are seconds of a collective inside a node, of
+    one across nodes, and of a kernel launch.
     """
 
     description: str
@@ -47,6 +48,9 @@ class Gpu:
     nvlink: Rate
     network: Rate
     pcie: Rate
+    nvlink_latency: float
+    network_latency: float
+    launch_latency: float
 
     def target_config(self) -> str:
         """Returns XLA's GpuTargetConfigProto in text form, with what its compiler needs to know."""

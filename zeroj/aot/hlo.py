@@ -1,8 +1,8 @@
 """Reads the text of a compiled XLA program into computations, instructions and shapes.
 
-The text is what ``executable.hlo_modules()[0].to_string()`` prints, in the forms of jax 0.10 to 0.12. Whatever
-is not understood raises :class:`HloError` with the line, because a line that is skipped would be a silent zero
-in a table of bytes.
+The text is what ``executable.hlo_modules()[0].to_string()`` prints, in the forms of jax 0.10 to 0.12.
+Whatever is not understood raises :class:`HloError` with the line, because a line that is skipped would be a
+silent zero in a table of bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,17 @@ from zeroj.errors import ZerojError
 HOST_SPACE = 5
 """The number that XLA:GPU prints for host memory: ``f32[8]{0:S(5)}``."""
 
-_BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128, "bf16": 16, "f16": 16, "f32": 32, "f64": 64}
+_BITS = {
+    "pred": 8,
+    "token": 0,
+    "opaque": 0,
+    "c64": 64,
+    "c128": 128,
+    "bf16": 16,
+    "f16": 16,
+    "f32": 32,
+    "f64": 64,
+}
 _NAMED_BITS = re.compile(r"[su](\d+)|f(\d+)e\w+")
 _ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\](\{[^}]*\})?")
 _INSTRUCTION = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = ")
@@ -79,8 +89,9 @@ def nbytes(shape: Shape) -> int:
 class Instruction:
     """One line of a computation.
 
-    ``op`` is the opcode as printed (``all-gather-start``), ``operands`` the names of its operands, ``arguments``
-    the text between the parentheses (a parameter's number, a constant's value), ``attributes`` the text after.
+    ``op`` is the opcode as printed (``all-gather-start``), ``operands`` the names of its operands,
+    ``arguments`` the text between the parentheses (a parameter's number, a constant's value), ``attributes``
+    the text after.
     """
 
     name: str
@@ -134,7 +145,7 @@ class Module:
     tables: dict[str, dict[int, str]]
 
     def source(self, instruction: Instruction) -> str:
-        """Returns "file:line" of the Python line that an instruction comes from, or its op_name, or its name."""
+        """Returns "file:line" of the Python line of an instruction; without one its op_name, or its name."""
         direct = re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes)
         if direct:
             return f"{direct.group(1)}:{direct.group(2)}"
@@ -169,7 +180,9 @@ def parse(text: str) -> Module:
         raise HloError(f"not the text of a compiled program, which begins with HloModule: {text[:80]!r}")
     tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
     computations: dict[str, Computation] = {}
-    entry, current, table = "", None, None
+    entry = ""
+    current: dict[str, Instruction] | None = None
+    table: dict[int, str] | None = None
     for line in lines[1:]:
         stripped = line.strip()
         if current is not None:

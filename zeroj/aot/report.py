@@ -7,9 +7,11 @@ import dataclasses
 import functools
 from typing import Any
 
-from zeroj.aot import hlo, traffic
+from zeroj.aot import traffic
 from zeroj.aot.compile import Compiled
 from zeroj.aot.hardware import Gpu
+from zeroj.aot.hlo import Module, parse
+from zeroj.aot.timeline import Timeline, simulate
 from zeroj.aot.traffic import Cluster, Collective, HostCopy
 
 
@@ -35,9 +37,9 @@ class Bytes:
 class Report:
     """A step compiled for a cluster. ``print(report)`` shows the tables.
 
-    ``device`` and ``host`` are bytes per GPU; ``flags`` are the compiler flags used, ``dropped`` those that this
-    version of the compiler does not know; ``hlo`` is the text of the compiled program; ``compile_seconds`` is
-    what tracing, lowering and compiling took here.
+    ``device`` and ``host`` are bytes per GPU; ``flags`` are the compiler flags used, ``dropped`` those that
+    this version of the compiler does not know; ``hlo`` is the text of the compiled program;
+    ``compile_seconds`` is what tracing, lowering and compiling took here.
     """
 
     device: Bytes
@@ -67,9 +69,9 @@ class Report:
         )
 
     @functools.cached_property
-    def module(self) -> hlo.Module:
+    def module(self) -> Module:
         """The program, read."""
-        return hlo.parse(self.hlo)
+        return parse(self.hlo)
 
     @functools.cached_property
     def collectives(self) -> list[Collective]:
@@ -80,6 +82,34 @@ class Report:
     def copies(self) -> list[HostCopy]:
         """Every transfer between device and host."""
         return traffic.host_copies(self.module)
+
+    @functools.cached_property
+    def timeline(self) -> Timeline:
+        """The predicted run of the step: a model, not a measurement."""
+        return simulate(self.module, self.cluster, self.gpu)
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted seconds of a step."""
+        return self.timeline.seconds
+
+    @property
+    def hidden_fraction(self) -> float:
+        """Predicted part of the communication that runs beside compute."""
+        return self.timeline.hidden_fraction
+
+    def tokens_per_second(self, tokens: int) -> float:
+        """Predicted tokens per second of the cluster, for a global batch of a number of tokens."""
+        return tokens / self.step_seconds
+
+    def model_flop_utilisation(self, model_flops: float) -> float:
+        """Predicted part of the cluster's dense bf16 peak that the model's own operations make up.
+
+        Args:
+          model_flops: operations that the model needs for one global batch, without recomputation: 6 x params
+            x tokens for a transformer whose attention is small beside its matrices (Kaplan et al. 2020, 2.1).
+        """
+        return model_flops / (self.step_seconds * self.cluster.num_devices * self.gpu.flops_bf16.value)
 
     def wire_bytes(self, op: str | None = None, reach: str | None = None) -> float:
         """Returns the bytes that one device sends in a step.
@@ -99,6 +129,7 @@ class Report:
             self._memory_table(),
             self._collective_table(),
             self._copy_table(),
+            self._time_table(),
             "flags: " + ", ".join(f"{k}={v}" for k, v in self.flags.items()),
         ]
         if self.dropped:
@@ -120,12 +151,22 @@ class Report:
             entry[1] += c.times
             entry[2] += c.wire_per_step
         rows = [
-            [op, dtype, size(payload), str(n), reach, "yes" if async_ else "no", str(sites), str(times), size(wire)]
+            [op, dtype, size(payload), str(n), reach, yes(async_), str(sites), str(times), size(wire)]
             for (op, dtype, payload, n, reach, async_), (sites, times, wire) in groups.items()
         ]
         if not rows:
             return "no collectives"
-        heads = ["collective", "dtype", "payload", "group", "reach", "async", "sites", "a step", "wire a step"]
+        heads = [
+            "collective",
+            "dtype",
+            "payload",
+            "group",
+            "reach",
+            "async",
+            "sites",
+            "times",
+            "bytes a step",
+        ]
         return table(heads, rows)
 
     def _copy_table(self) -> str:
@@ -136,11 +177,31 @@ class Report:
             entry = sums[copy.direction, copy.asynchronous]
             entry[0] += copy.times
             entry[1] += copy.times * copy.nbytes
+        rows = [[way, yes(async_), str(times), size(moved)] for (way, async_), (times, moved) in sums.items()]
+        return table(["host transfer", "async", "times", "bytes a step"], rows)
+
+    def _time_table(self) -> str:
+        t = self.timeline
         rows = [
-            [way, "yes" if async_ else "no", str(times), size(moved)]
-            for (way, async_), (times, moved) in sums.items()
+            ["step", milliseconds(t.seconds), ""],
+            ["kernels", milliseconds(t.compute_seconds), ""],
+            ["collectives", milliseconds(t.communication_seconds), milliseconds(t.exposed_seconds)],
+            ["host transfers", milliseconds(t.copy_seconds), milliseconds(t.copy_exposed_seconds)],
         ]
-        return table(["host transfer", "async", "a step", "bytes a step"], rows)
+        lines = [table(["predicted by a model, not measured", "in all", "exposed"], rows)]
+        lines.append(f"{self.hidden_fraction:.0%} of the communication hidden; longest waits:")
+        lines += [f"  {milliseconds(w.seconds)} {w.stream} {w.name} ({w.source})" for w in t.waits[:5]]
+        return "\n".join([*lines, *(f"note: {note}" for note in t.notes)])
+
+
+def yes(value: bool) -> str:
+    """Returns "yes" or "no"."""
+    return "yes" if value else "no"
+
+
+def milliseconds(seconds: float) -> str:
+    """Returns seconds as text in milliseconds."""
+    return f"{seconds * 1e3:.2f} ms"
 
 
 def size(count: float) -> str:

@@ -69,7 +69,8 @@ class Target:
         """Returns a mesh of the cluster with automatic axes and no devices; memory kinds survive on it.
 
         Args:
-          **axes: sizes by axis name, outermost first; they must multiply to the number of GPUs. Left out: "node"
+          **axes: sizes by axis name, outermost first; they must multiply to the number of GPUs. Left out:
+          "node"
             and "local", the shape of the cluster. GPUs are numbered node by node.
 
         Raises:
@@ -98,7 +99,8 @@ class Target:
 
         Args:
           step: any function under ``jax.jit``.
-          *args: its arguments, as ``jax.ShapeDtypeStruct`` with shardings on ``self.mesh()`` (an argument without
+          *args: its arguments, as ``jax.ShapeDtypeStruct`` with shardings on ``self.mesh()`` (an argument
+          without
             one is whole on every device).
           profile: "default" (XLA's own choices) or "overlap" (flags that hide communication).
           compiler_options: further XLA flags by name; they win over the profile's and over those of the jit.
@@ -108,11 +110,11 @@ class Target:
           The report: bytes, collectives, transfers, predicted time, and the text of the program.
 
         Raises:
-          ZerojError: where the extra ``zeroj[aot]`` is not installed, and where the program cannot be compiled
+          ZerojError: where the extra ``zeroj[aot]`` is not installed, and where the program cannot be
+          compiled
             for GPUs that are not there (host callbacks).
-          PlanError: for a step that is not jitted, that fails to trace, or that is for another number of devices.
+          PlanError: for a step that is not jitted, that fails to trace, or that is for another number of
+          devices.
         """
         compiled = compiler.compile_step(self, step, args, kwargs, profile, dict(compiler_options or {}))
         return Report.of(compiled, self.cluster, self.hardware)
-
-

@@ -7,7 +7,7 @@ import functools
 import re
 from collections.abc import Iterator
 
-from zeroj.aot import groups, hlo
+from zeroj.aot import costs, groups, hlo
 from zeroj.aot.hlo import Computation, HloError, Instruction, Module
 
 _WIRE = {
@@ -24,8 +24,6 @@ _WIRE = {
 
 _NOT_COUNTED = {"recv", "partition-id", "replica-id", "collective-permute-done", "recv-done", "send-done"}
 _SUSPECT = re.compile(r"all-|reduce-scatter|collective|^send|^recv|ragged")
-_MOVES = re.compile(r"(async|copy|slice|dynamic-slice|dynamic-update-slice|fusion)(-start)?")
-_PURE = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "iota", "after-all", "partition-id")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +32,8 @@ class Collective:
 
     Bytes are per device and per run. ``payload`` is the size of the whole: the output of an all-gather, the
     input of the others. ``wire`` is what one device sends (and receives): (n-1)/n x payload for all-gather,
-    reduce-scatter and all-to-all, 2 (n-1)/n x payload for all-reduce (the ring bounds: Patarasu and Yuan 2009,
-    "Bandwidth optimal all-reduce algorithms"), the payload for a permute.
+    reduce-scatter and all-to-all, 2 (n-1)/n x payload for all-reduce (the ring bounds: Patarasu and Yuan
+    2009, "Bandwidth optimal all-reduce algorithms"), the payload for a permute.
     """
 
     op: str
@@ -52,7 +50,7 @@ class Collective:
 
     @property
     def reach(self) -> str:
-        """"intra": all groups stay inside a node; "inter": some group crosses nodes."""
+        """ "intra": all groups stay inside a node; "inter": some group crosses nodes."""
         return "inter" if self.nodes > 1 else "intra"
 
     @property
@@ -63,7 +61,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class HostCopy:
-    """One transfer between device and host: ``direction`` is "h2d" or "d2h", ``nbytes`` per device and run."""
+    """One transfer between device and host, "h2d" or "d2h"; ``nbytes`` is per device and run."""
 
     direction: str
     nbytes: int
@@ -102,7 +100,7 @@ def base_op(instruction: Instruction) -> str:
 def carried(
     module: Module, computation: Computation, instruction: Instruction
 ) -> Iterator[tuple[Computation, Instruction]]:
-    """Yields the collectives that an instruction runs: itself, or those wrapped in an async-start or a fusion."""
+    """Yields the collectives that an instruction runs: itself, or those inside an async-start or a fusion."""
     if base_op(instruction) in _WIRE:
         yield computation, instruction
         return
@@ -151,36 +149,6 @@ def _reach(instruction: Instruction, op: str, cluster: Cluster) -> tuple[int, in
     return _groups(text, cluster)
 
 
-def host_copy(module: Module, computation: Computation, instruction: Instruction) -> tuple[str, int] | None:
-    """Returns direction and bytes of an instruction that moves data between device and host, or None."""
-    if not _MOVES.fullmatch(instruction.op):
-        return None
-    operands = [a for shape in computation.operand_shapes(instruction) for a in hlo.leaves(shape)]
-    result = _result(instruction)
-    from_host = any(a.on_host for a in operands)
-    to_host = any(a.on_host for a in result)
-    if not from_host and not to_host:
-        return None
-    if to_host and from_host:
-        # An update in place of a host buffer: what moves is the slice that is not yet on the host.
-        moved = sum(a.nbytes for a in operands if not a.on_host and a.dims)
-        back = sum(a.nbytes for a in result if not a.on_host and a.dims)
-        return ("d2h", moved) if moved else (("h2d", back) if back else None)
-    if to_host:
-        return "d2h", sum(a.nbytes for a in result if a.on_host)
-    return "h2d", sum(a.nbytes for a in result if not a.on_host)
-
-
-def _result(instruction: Instruction) -> list[hlo.Array]:
-    """The arrays that an instruction makes, without the operands that its -start form lists beside them."""
-    shape = instruction.shape
-    if instruction.op == "copy-start" and isinstance(shape, tuple):
-        shape = shape[0]
-    elif instruction.op.endswith("-start") and isinstance(shape, tuple):
-        shape = shape[1]
-    return list(hlo.leaves(shape))
-
-
 def done_of(computation: Computation, start: Instruction) -> Instruction | None:
     """The -done instruction that waits for a -start, through any -update between."""
     names = {start.name}
@@ -201,7 +169,10 @@ def compute_between(computation: Computation, start: Instruction) -> int:
     names = list(computation.instructions)
     inside = names[names.index(start.name) + 1 : names.index(done.name)]
     ops = [computation.instructions[n].op for n in inside]
-    return sum(op not in _PURE and not op.endswith(("-start", "-done")) for op in ops)
+    return sum(
+        op not in costs.FREE - {"while", "call", "conditional"} and not op.endswith(("-start", "-done"))
+        for op in ops
+    )
 
 
 def trip_count(instruction: Instruction) -> int | None:
@@ -215,8 +186,8 @@ def walk(
 ) -> Iterator[tuple[Computation, Instruction, int]]:
     """Yields every instruction of the schedule with the number of times that a step runs it.
 
-    Loops multiply by their trip count (1 where it depends on data), calls are entered, and of a conditional all
-    branches are entered.
+    Loops multiply by their trip count (1 where it depends on data), calls are entered, and of a conditional
+    all branches are entered.
     """
     computation = computation or module.entry
     for instruction in computation.instructions.values():
@@ -246,8 +217,10 @@ def host_copies(module: Module) -> list[HostCopy]:
     """Lists every transfer between device and host of a step, in the order of the schedule."""
     rows = []
     for computation, instruction, times in walk(module):
-        moved = host_copy(module, computation, instruction)
-        if moved:
-            asynchronous = instruction.op.endswith("-start")
-            rows.append(HostCopy(*moved, times, asynchronous, instruction.name, module.source(instruction)))
+        moved = costs.traffic(module, computation, instruction)
+        asynchronous = instruction.op.endswith("-start")
+        for direction, count in (("h2d", moved.host_read), ("d2h", moved.host_written)):
+            if count:
+                source = module.source(instruction)
+                rows.append(HostCopy(direction, count, times, asynchronous, instruction.name, source))
     return rows

@@ -6,12 +6,20 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from zeroj import _compat
 from zeroj.aot import flags
 from zeroj.errors import PlanError, ZerojError
 
 if TYPE_CHECKING:
     from zeroj.aot.target import Target
+
+_CALLBACKS = (
+    "the step calls back into Python (pure_callback, io_callback, debug.print), or holds another operation that"
+    " needs real devices: it cannot be compiled for GPUs that are not there. Leave the callbacks out, or plan"
+    " without spill to disk."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +49,6 @@ def compile_step(
             "compiling for a cluster needs the GPU compiler, which is not installed: pip install 'zeroj[aot]'"
         )
     lowering = _lower(step, args, kwargs)
-    if lowering.has_callbacks:
-        raise ZerojError(
-            "the step calls back into Python (pure_callback, io_callback, debug.print): it cannot be"
-            " compiled for GPUs that are not there. Leave the callbacks out, or plan without spill to disk."
-        )
     if lowering.num_devices not in (1, target.num_devices):
         raise PlanError(
             f"the step is for {lowering.num_devices} devices, the cluster has {target.num_devices}:"
@@ -55,7 +58,10 @@ def compile_step(
         target.hardware.target_config(), target.nodes, target.gpus_per_node
     )
     wanted = {**chosen, **lowering.options, **options}
-    executable, dropped = lowering.compile(devices, wanted)
+    try:
+        executable, dropped = lowering.compile(devices, wanted)
+    except jax.errors.JaxRuntimeError as error:
+        raise ZerojError(f"XLA:GPU could not compile the step for {target}: {error}") from error
     used = {name: value for name, value in wanted.items() if name not in dropped}
     text = _compat.executable_text(executable)
     seconds = time.perf_counter() - begin
@@ -73,4 +79,12 @@ def _lower(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _compat.
         raise
     except Exception as error:
         raise PlanError(f"the step failed to trace on the abstract arguments: {error}") from error
-    return _compat.GpuLowering(traced)
+    try:
+        lowering = _compat.GpuLowering(traced)
+    except ValueError as error:
+        if "require devices to be present" in str(error):
+            raise ZerojError(_CALLBACKS) from error
+        raise PlanError(f"the step failed to lower for CUDA: {error}") from error
+    if lowering.has_callbacks:
+        raise ZerojError(_CALLBACKS)
+    return lowering

@@ -16,10 +16,13 @@ if TYPE_CHECKING:
     from zeroj.aot.target import Target
 
 _CALLBACKS = (
-    "the step calls back into Python (pure_callback, io_callback, debug.print), or holds another operation that"
-    " needs real devices: it cannot be compiled for GPUs that are not there. Leave the callbacks out, or plan"
-    " without spill to disk."
+    "the step calls back into Python (pure_callback, io_callback, debug.print), or holds another operation"
+    " that needs real devices: it cannot be compiled for GPUs that are not there. Leave the callbacks out, or"
+    " plan without spill to disk."
 )
+
+_NEEDS_DEVICES = ("require devices to be present", "different from the lowering platform")
+"""How jax says, at lowering, that an operation needs the devices themselves: on a mesh of none, and on a CPU."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +85,7 @@ def _lower(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _compat.
     try:
         lowering = _compat.GpuLowering(traced)
     except ValueError as error:
-        if "require devices to be present" in str(error):
+        if any(text in str(error) for text in _NEEDS_DEVICES):
             raise ZerojError(_CALLBACKS) from error
         raise PlanError(f"the step failed to lower for CUDA: {error}") from error
     if lowering.has_callbacks:

@@ -1,8 +1,8 @@
 """A GPT decoder of Flax nnx modules in one file: the example model that zeroj's demo trains.
 
-Nothing here knows of zeroj. Pre-norm blocks, learned positions, GELU MLP, causal attention, and a head that is
-tied to the token embedding unless the config says otherwise (Radford et al., "Language Models are Unsupervised
-Multitask Learners", 2019). Shapes in comments: B batch, T positions, D width, H heads, V vocabulary, L layers.
+Nothing here knows of zeroj. Pre-norm blocks, learned positions, GELU MLP, causal attention, and a head that
+is tied to the token embedding unless the config says otherwise (Radford et al., "Language Models are
+Unsupervised Multitask Learners", 2019). Shapes in comments: B batch, T positions, D width, H heads, V tokens.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class GPTConfig:
         heads: attention heads; must divide ``width``.
         width: size of the residual stream.
         tied: whether the output head is the transpose of the token embedding.
-        scan: stack the blocks' params on a leading dim and run them by ``jax.lax.scan``: compiles once, whatever
-            the depth. Otherwise the blocks are a list and the program is unrolled.
+        scan: stack the blocks' params on a leading dim and run them by ``jax.lax.scan``: one block is
+            compiled, whatever the depth. Otherwise the blocks are a list and the program is unrolled.
         remat: recompute each block in the backward pass in place of keeping its activations.
         dtype: dtype of the activations; None means the dtype of the params that the caller passes.
     """
@@ -149,8 +149,8 @@ def build(config: GPTConfig, seed: int = 0) -> tuple[nnx.GraphDef, Callable[[], 
         seed: seed of the initial values.
 
     Returns:
-        ``(definition, init_fn)``. ``init_fn()`` returns the params as an ``nnx.State`` and can be traced, so that
-        ``jax.eval_shape`` sees the shapes without an array and ``jax.jit`` makes the values where they shall live.
+        ``(definition, init_fn)``. ``init_fn()`` returns the params as an ``nnx.State`` and can be traced, so
+        that ``jax.eval_shape`` sees the shapes without an array and ``jax.jit`` makes the values in place.
 
     Example:
         >>> definition, init_fn = build(GPTConfig(layers=2))
@@ -168,7 +168,7 @@ def apply(definition: nnx.GraphDef, params: nnx.State, tokens: jax.Array) -> jax
 def make_loss_fn(definition: nnx.GraphDef) -> Callable[[nnx.State, Batch], jax.Array]:
     """The loss as a pure function ``(params, batch) -> scalar``: mean next-token cross-entropy in nats.
 
-    ``batch["tokens"]`` is (B, T + 1): every position but the last is an input, every one but the first a target.
+    ``batch["tokens"]`` is (B, T + 1): all positions but the last are inputs, all but the first are targets.
     """
 
     def loss_fn(params: nnx.State, batch: Batch) -> jax.Array:

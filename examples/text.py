@@ -1,7 +1,7 @@
 """Real text that every machine with Python has: the standard library's own source, read as bytes.
 
-One byte is one token, so the vocabulary is 256 and nothing has to be trained or downloaded. Files are split into
-train and validation by a checksum of their path, so that a file stands on the same side on every machine.
+One byte is one token, so the vocabulary is 256 and nothing has to be trained or downloaded. Files are split
+into train and validation by a checksum of their path: a file stands on the same side on every machine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def load(root: str | pathlib.Path | None = None) -> Corpus:
         root: the folder; None means this Python's standard library.
 
     Returns:
-        The corpus, its files in the order of their paths. Folders of tests and of third-party packages are left out.
+        The corpus, files in the order of their paths, without the folders of tests and of third-party packages.
     """
     folder = pathlib.Path(root or sysconfig.get_paths()["stdlib"])
     train, validation = bytearray(), bytearray()
@@ -64,9 +64,9 @@ def decode(tokens: np.ndarray) -> str:
 class Batches:
     """An endless, repeatable stream of batches that can be resumed at any position.
 
-    The text is cut into windows of ``context + 1`` tokens; each epoch visits all of them once, in an order that
-    follows from the seed and the epoch. A batch depends on ``(seed, position)`` alone, so ``position`` is all that a
-    checkpoint has to keep.
+    The text is cut into windows of ``context + 1`` tokens; each epoch visits all of them once, in an order
+    that follows from the seed and the epoch. A batch depends on ``(seed, position)`` alone, so ``position`` is
+    all that a checkpoint has to keep.
 
     Args:
         tokens: the text, uint8 (n,).

@@ -34,7 +34,7 @@ def load(root: str | pathlib.Path | None = None) -> Corpus:
         root: the folder; None means this Python's standard library.
 
     Returns:
-        The corpus, files in the order of their paths, without the folders of tests and of third-party packages.
+        The corpus, files in the order of their paths; folders of tests and third-party packages are left out.
     """
     folder = pathlib.Path(root or sysconfig.get_paths()["stdlib"])
     train, validation = bytearray(), bytearray()
@@ -65,8 +65,8 @@ class Batches:
     """An endless, repeatable stream of batches that can be resumed at any position.
 
     The text is cut into windows of ``context + 1`` tokens; each epoch visits all of them once, in an order
-    that follows from the seed and the epoch. A batch depends on ``(seed, position)`` alone, so ``position`` is
-    all that a checkpoint has to keep.
+    that follows from the seed and the epoch. A batch depends on ``(seed, position)`` alone: ``position`` is all
+    that a checkpoint has to keep.
 
     Args:
         tokens: the text, uint8 (n,).

@@ -65,8 +65,8 @@ class Batches:
     """An endless, repeatable stream of batches that can be resumed at any position.
 
     The text is cut into windows of ``context + 1`` tokens; each epoch visits all of them once, in an order
-    that follows from the seed and the epoch. A batch depends on ``(seed, position)`` alone, and so a checkpoint
-    has to keep nothing but ``position``.
+    that follows from the seed and the epoch. A batch depends on ``(seed, position)`` alone, and so all that a
+    checkpoint has to keep is ``position``.
 
     Args:
         tokens: the text, uint8 (n,).

@@ -4,9 +4,9 @@
     python examples/train_gpt.py --config examples/ds_config.json --resume --steps 300
 
 Prints the plan, trains with a live line, evaluates, saves, and leaves under ``--out``: loss.png, memory.png,
-sample.txt and checkpoints. ``--demo`` also resumes from the checkpoint before the last and shows that the losses
-go on as they did, and exits with 1 if the validation loss has not fallen by 40 %. GPUs are used where JAX finds
-them; otherwise ``--devices`` CPU devices are simulated.
+sample.txt and checkpoints. ``--demo`` also resumes from the checkpoint before the last and shows that the
+losses go on as they did, and exits with 1 if the validation loss has not fallen by 40 %. GPUs are used where
+JAX finds them; otherwise ``--devices`` CPU devices are simulated.
 """
 
 from __future__ import annotations

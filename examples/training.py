@@ -103,17 +103,10 @@ class Run:
         console = Console()
         if not self.validation_losses:
             console.print(f"validation loss before training {self.evaluate():.4f}")
-        held = bytes_on_first_device(self.engine.state)
+        held = f"state {bytes_on_first_device(self.engine.state) / 2**20:.2f} MiB per device"
         with Live(console=console, auto_refresh=False) as live:
             while self.step < steps:
-                started = time.perf_counter()
-                metrics = self.train_step()
-                rate = self.engine.train_batch_size * self.setup.context / (time.perf_counter() - started)
-                line = (
-                    f"step {self.step:>4}/{steps}  loss {metrics['loss']:.4f}  lr {self.engine.get_lr():.2e}  "
-                    f"grad norm {metrics['grad_norm']:.3f}  {rate:,.0f} tokens/s  "
-                    f"state {held / 2**20:.2f} MiB per device"
-                )
+                line = f"step {self.step + 1:>4}/{steps}  {self.progress()}  {held}"
                 if console.is_terminal:
                     live.update(line, refresh=True)
                 elif self.step % PLAIN_LINE_EVERY == 0:
@@ -122,6 +115,16 @@ class Run:
                     console.print(f"step {self.step}: validation loss {self.evaluate():.4f}")
                 if self.step % save_every == 0 or self.step == steps:
                     self.save()
+
+    def progress(self) -> str:
+        """Do a step, and say how it went."""
+        started = time.perf_counter()
+        metrics = self.train_step()
+        rate = self.engine.train_batch_size * self.setup.context / (time.perf_counter() - started)
+        return (
+            f"loss {metrics['loss']:.4f}  lr {self.engine.get_lr():.2e}  "
+            f"grad norm {metrics['grad_norm']:.3f}  {rate:,.0f} tokens/s"
+        )
 
 
 def bytes_on_first_device(tree: Any) -> int:

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import pathlib
+
+import jax
 
 
 def request_devices(simulated: int) -> None:
     """Ask JAX for this many CPU devices, which it uses where it finds no accelerator.
 
-    Call it before anything touches a JAX device: the number is read once, when the backend starts.
+    Call it before anything touches a JAX device: both settings are read once, when the backend starts.
 
     Args:
         simulated: number of simulated CPU devices.
     """
-    compiler_only = importlib.util.find_spec("jax_plugins.xla_cuda13") or importlib.util.find_spec(
-        "jax_plugins.xla_cuda12"
-    )
-    if compiler_only and not pathlib.Path("/dev/nvidiactl").exists() and not os.environ.get("JAX_PLATFORMS"):
-        os.environ["JAX_PLATFORMS"] = (
-            "cpu"  # the GPU compiler is installed, but no GPU: say so before JAX looks
-        )
-    import jax
-
     jax.config.update("jax_num_cpu_devices", simulated)
+    if not jax.config.jax_platforms and _has_gpu_compiler() and not pathlib.Path("/dev/nvidiactl").exists():
+        jax.config.update("jax_platforms", "cpu")  # or JAX would print a long warning about the missing GPU
+
+
+def _has_gpu_compiler() -> bool:
+    plugins = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
+    return bool(importlib.util.find_spec("jax_plugins")) and any(map(importlib.util.find_spec, plugins))

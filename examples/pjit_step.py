@@ -2,8 +2,8 @@
 
     python examples/pjit_step.py --stage 2 --out out/pjit_step
 
-Everything here is plain JAX, optax and Orbax but for the plan, ``zj.value_and_grad`` and ``zj.wrap_optimizer``.
-The script trains, saves, restores into a new state on the same plan, and shows that both go on alike.
+All is plain JAX, optax and Orbax but for the plan, ``zj.value_and_grad`` and ``zj.wrap_optimizer``. The
+script trains, saves, restores onto the same plan, and shows that both states go on alike.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+import gpt
+import jax
+import jax.numpy as jnp
+import optax
+import orbax.checkpoint as ocp
+import text
 from devices import request_devices
+
+import zeroj as zj
 
 MICRO_BATCHES, CLIP_NORM = 2, 1.0
 
@@ -22,12 +30,6 @@ State = tuple[Any, Any]  # params and optimizer state, where the plan puts them
 
 def make_step(loss_fn: Callable[..., Any], tx: Any, plan: Any) -> Callable[[State, Any], tuple[State, Any]]:
     """A jitted step: accumulate gradients over micro-batches, clip by the global norm, update."""
-    import jax
-    import jax.numpy as jnp
-    import optax
-
-    import zeroj as zj
-
     loss_and_grads = zj.value_and_grad(loss_fn, plan)
 
     def step(state: State, batch: Any) -> tuple[State, Any]:
@@ -51,17 +53,12 @@ def make_step(loss_fn: Callable[..., Any], tx: Any, plan: Any) -> Callable[[Stat
 
 def save(folder: pathlib.Path, state: State) -> None:
     """Write the state with Orbax: each process writes its own shards."""
-    import orbax.checkpoint as ocp
-
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder.absolute(), state, force=True)
 
 
 def restore(folder: pathlib.Path, tx: Any, plan: Any) -> State:
-    """Read a state back to where ``plan`` puts it; the plan may be another than the one it was saved under."""
-    import jax
-    import orbax.checkpoint as ocp
-
+    """Read a state back to where ``plan`` puts it, which may be another plan than it was saved under."""
     params = plan.params_struct()
     shapes = jax.eval_shape(tx.init, params)
     opt_state = jax.tree.map(
@@ -81,13 +78,6 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out/pjit_step"))
     args = parser.parse_args()
     request_devices(8)
-    import gpt
-    import jax
-    import optax
-    import text
-
-    import zeroj as zj
-
     definition, init_fn = gpt.build(gpt.GPTConfig(layers=2, width=64, context=64))
     tx = optax.adamw(3e-3)
     plan = zj.make_plan(jax.eval_shape(init_fn), tx, zj.make_mesh(), zj.Zero(stage=args.stage))

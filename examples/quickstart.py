@@ -1,14 +1,13 @@
 """zeroj in a step of your own: two lines change, marked (1) and (2)."""
 
-from devices import request_devices
-
-request_devices(8)  # where there is no accelerator, simulate 8 devices
-
 import jax
 import jax.numpy as jnp
 import optax
+from devices import request_devices
 
 import zeroj as zj
+
+request_devices(8)  # where there is no accelerator, simulate 8 devices
 
 
 def init_fn():
@@ -39,12 +38,11 @@ opt_state = jax.jit(tx.init, out_shardings=plan.opt_state)(params)
 
 x = jax.random.normal(jax.random.key(1), (256, 64))
 batch = {"x": x, "y": jnp.sin(x.sum(axis=1, keepdims=True))}
-first = None
+losses = []
 for _ in range(200):
     params, opt_state, loss = step(params, opt_state, batch)
-    first = first if first is not None else float(loss)
+    losses.append(float(loss))
 
 print(plan)
-print(
-    f"loss {first:.4f} -> {float(loss):.4f}; 'up' on one device: {params['up'].addressable_shards[0].data.shape}"
-)
+print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")
+print(f"'up' is {params['up'].shape}, on one device {params['up'].addressable_shards[0].data.shape}")

@@ -12,13 +12,15 @@ JAX finds them; otherwise ``--devices`` CPU devices are simulated.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import pathlib
 import sys
-from collections.abc import Callable
-from typing import Any
 
+import gpt
+import text
 from devices import request_devices
+from training import Run, Setup, draw, write_sample
+
+import zeroj as zj
 
 DEMO_DROP = 0.40  # of the first validation loss
 RESUME_TOLERANCE = 1e-4  # of a loss; the same program on the same numbers gives the same losses
@@ -49,25 +51,8 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-@dataclasses.dataclass(frozen=True)
-class Setup:
-    """What does not change during a run: the model, the text, and how to make an engine."""
-
-    definition: Any
-    init_fn: Callable[[], Any]
-    corpus: Any
-    config: Any
-    context: int
-    make_engine: Callable[[], Any]
-
-
 def make_setup(args: argparse.Namespace) -> Setup:
     """Read the config and the text, and define the model."""
-    import gpt
-    import text
-
-    import zeroj as zj
-
     shape = gpt.GPTConfig(
         vocab_size=text.VOCAB_SIZE,
         context=args.context,
@@ -84,10 +69,8 @@ def make_setup(args: argparse.Namespace) -> Setup:
     return Setup(definition, init_fn, text.load(), config, args.context, make_engine)
 
 
-def check_resume(setup: Setup, run: Any, tag: str) -> bool:
+def check_resume(setup: Setup, run: Run, tag: str) -> bool:
     """Go on from an earlier checkpoint with a new engine, and compare its losses with those of the run."""
-    from training import Run
-
     again = Run.resume(setup, run.out, tag)
     print(f"resumed from {tag}: step, loss in the first run, loss now")
     good = True
@@ -102,8 +85,6 @@ def main() -> int:
     """Run, and say how it ended."""
     args = parse_args()
     request_devices(args.devices)
-    from training import Run, draw, write_sample
-
     setup = make_setup(args)
     run = Run.resume(setup, args.out) if args.resume else Run.fresh(setup, args.out)
     run.describe()

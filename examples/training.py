@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import gpt
 import jax
@@ -18,11 +19,20 @@ from rich.live import Live
 
 import zeroj as zj
 
-if TYPE_CHECKING:
-    from train_gpt import Setup
-
 EVAL_BATCHES = 8
 PLAIN_LINE_EVERY = 20  # steps between lines where the output is no terminal
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What does not change during a run: the model, the text, and how to make an engine."""
+
+    definition: Any
+    init_fn: Callable[[], Any]
+    corpus: Any
+    config: Any
+    context: int
+    make_engine: Callable[[], Any]
 
 
 @dataclasses.dataclass

@@ -17,7 +17,14 @@ $(VENV)/.installed-aot: $(VENV)/.installed
 	$(BIN)/pip install -q -e '.[aot]'
 	touch $@
 
-demo: $(VENV)/.installed
+# The GPU libraries, of the driver's CUDA version, where there is an NVIDIA GPU; nothing elsewhere.
+CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: \([0-9]*\).*/\1/p')
+
+$(VENV)/.installed-gpu: $(VENV)/.installed
+	$(if $(CUDA),$(BIN)/pip install -q 'jax[cuda$(CUDA)]')
+	touch $@
+
+demo: $(VENV)/.installed-gpu
 	$(BIN)/python examples/train_gpt.py --config examples/ds_config.json --demo
 
 lint: $(VENV)/.installed
@@ -42,7 +49,7 @@ test-all: $(VENV)/.installed-aot
 bench: $(VENV)/.installed-aot
 	JAX_PLATFORMS=cpu $(BIN)/python benchmarks/run.py
 
-gpu-check: $(VENV)/.installed
+gpu-check: $(VENV)/.installed-gpu
 	$(BIN)/python benchmarks/gpu_check.py
 
 clean:

@@ -172,7 +172,9 @@ def _local(
         args = [*lazy_leaves(plan, leaves), *jax.tree.leaves(micro), key, scale]
         outs = walker.force(walker.run(program, args, wanted))
         head = jax.tree.unflatten(jax.tree.structure(out_shape), outs[:heads])
-        wide = [g.astype(plan.precision.accumulator(x.dtype)) for g, x in zip(outs[heads:], live, strict=True)]
+        wide = [
+            g.astype(plan.precision.accumulator(x.dtype)) for g, x in zip(outs[heads:], live, strict=True)
+        ]
         return head, wide, walker.gathers.token()
 
     head, grads, token = accumulate(one, batches, keys, accumulation, plan.zero_axes)

@@ -73,7 +73,9 @@ def call_loss(loss_fn: Callable[..., Any], params: Any, batch: Any, rng: Any, ha
     pair = isinstance(out, tuple) and not isinstance(out, Mean) and len(out) == 2
     if has_aux or pair:
         if not pair:
-            raise PlanError(f"has_aux=True, so loss_fn must return (loss, aux); it returned {_describe(out)}.")
+            raise PlanError(
+                f"has_aux=True, so loss_fn must return (loss, aux); it returned {_describe(out)}."
+            )
         out, aux = out
     weighted = isinstance(out, Mean)
     total, count = (out.total, out.count) if isinstance(out, Mean) else (out, 1.0)

@@ -56,7 +56,9 @@ def accumulate(
     return LossOut(mean, head.count, aux), [g / _nonzero(weight).astype(g.dtype) for g in grads], token
 
 
-def over_devices(head: LossOut, axes: tuple[str, ...], degree: int) -> tuple[jax.Array, jax.Array | None, Any]:
+def over_devices(
+    head: LossOut, axes: tuple[str, ...], degree: int
+) -> tuple[jax.Array, jax.Array | None, Any]:
     """(loss, count, aux) over all devices: fp32 mean, the sum of counts or None, and the reduced aux."""
     head = _summable(head)
     count = None if head.count is None else jax.lax.psum(head.count, axes)

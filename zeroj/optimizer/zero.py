@@ -111,9 +111,7 @@ def apply_gradients(
     """
     flat_params = plan.treedef.flatten_up_to(params)
     flat_grads = plan.treedef.flatten_up_to(grads)
-    masters = (
-        plan.treedef.flatten_up_to(state.master) if plan.has_master else [None] * len(plan.leaves)
-    )
+    masters = plan.treedef.flatten_up_to(state.master) if plan.has_master else [None] * len(plan.leaves)
     views: list[Any] = []
     seen: list[Any] = []
     for leaf, param, grad, master in zip(plan.leaves, flat_params, flat_grads, masters, strict=True):
@@ -219,6 +217,8 @@ def _check_state(tx: optax.GradientTransformation, plan: Plan) -> None:
         differing = sorted(p for p in have.keys() | planned.keys() if have.get(p) != planned.get(p))
         raise PlanError(
             "The optimizer's state is not the one that the plan was made for; these leaves differ: "
-            + "; ".join(f"{p}: {have.get(p, 'absent')} here, {planned.get(p, 'absent')} planned" for p in differing)
+            + "; ".join(
+                f"{p}: {have.get(p, 'absent')} here, {planned.get(p, 'absent')} planned" for p in differing
+            )
             + ". Make the plan with this tx."
         )

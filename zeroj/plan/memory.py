@@ -74,9 +74,7 @@ def memory_report(plan: Plan) -> MemoryReport:
         ],
     }
     shards = {part: sum(shard_bytes(plan, p, d) for p, d in rows) for part, rows in parts.items()}
-    whole = {
-        part: sum(math.prod(p.shape) * d.itemsize for p, d in rows) for part, rows in parts.items()
-    }
+    whole = {part: sum(math.prod(p.shape) * d.itemsize for p, d in rows) for part, rows in parts.items()}
     return MemoryReport(device=shards, whole=whole)
 
 
@@ -105,7 +103,9 @@ def plan_table(plan: Plan, limit: int | None = TABLE_ROWS) -> str:
     for leaf in shown:
         size = shard_bytes(plan, plan.param_placement(leaf), plan.param_dtype(leaf))
         spec = str(leaf.placement.spec).removeprefix("PartitionSpec") if leaf.placement.sharded else "whole"
-        note = leaf.placement.note + ("" if leaf.trainable else "; frozen" if leaf.placement.note else "frozen")
+        note = leaf.placement.note + (
+            "" if leaf.trainable else "; frozen" if leaf.placement.note else "frozen"
+        )
         rows.append((leaf.path, str(leaf.shape), str(leaf.dtype), spec, show_bytes(size), note))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     lines = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[-1]]) for row in rows]
@@ -127,7 +127,10 @@ def _whole_note(plan: Plan) -> list[str]:
         return []
     share = count * plan.degree / max(total, 1)
     text = f"{len(whole)} leaves ({count} elements) stay whole: {share:.1%} of total / N"
-    return [text + (". WARNING: lower stage3_param_persistence_threshold" if share > 0.05 and count > 1024 else "")]
+    return [
+        text
+        + (". WARNING: lower stage3_param_persistence_threshold" if share > 0.05 and count > 1024 else "")
+    ]
 
 
 def show_bytes(count: float) -> str:

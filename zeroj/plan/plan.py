@@ -151,9 +151,7 @@ class Plan:
     @property
     def grads(self) -> Any:
         """The gradients' tree of NamedSharding. Frozen leaves have None."""
-        return self._tree(
-            lambda leaf: self.sharding(self.grad_placement(leaf)) if leaf.trainable else None
-        )
+        return self._tree(lambda leaf: self.sharding(self.grad_placement(leaf)) if leaf.trainable else None)
 
     @property
     def opt_state(self) -> Any:
@@ -282,9 +280,7 @@ def _with_state(plan: Plan, tx: optax.GradientTransformation) -> Plan:
             placement, of = place(entry.shape, sizes, threshold=plan.threshold), ""
             placement = placement if plan.stage.opt_state else placement.whole()
         state_leaves.append(StateLeaf(path, np.dtype(entry.dtype), placement, of))
-    return replace(
-        plan, state_leaves=tuple(state_leaves), state_treedef=treedef, concrete_init=concrete
-    )
+    return replace(plan, state_leaves=tuple(state_leaves), state_treedef=treedef, concrete_init=concrete)
 
 
 def _threshold(zero: Zero, sizes: list[int], degree: int) -> int:

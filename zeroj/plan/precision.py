@@ -56,7 +56,11 @@ def make_precision(name: str, communication: str | None = None, accumulation: st
     Raises:
         PlanError: a name other than "fp32", "bf16" and "fp16".
     """
-    given = {"precision": name, "communication": communication or "fp32", "accumulation": accumulation or "fp32"}
+    given = {
+        "precision": name,
+        "communication": communication or "fp32",
+        "accumulation": accumulation or "fp32",
+    }
     wrong = {what: value for what, value in given.items() if value not in _NAMES}
     if wrong:
         raise PlanError(f"{wrong} must be among 'fp32', 'bf16' and 'fp16'.")

@@ -123,7 +123,12 @@ def abstract_state(
 
     counter = whole(np.int32(0))
     return TrainState(
-        plan.params_struct(), plan.opt_state_struct(), counter, counter, jax.tree.map(whole, scale), whole(key)
+        plan.params_struct(),
+        plan.opt_state_struct(),
+        counter,
+        counter,
+        jax.tree.map(whole, scale),
+        whole(key),
     )
 
 

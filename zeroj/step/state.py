@@ -12,8 +12,8 @@ import numpy as np
 import optax
 
 from zeroj.collectives import plain
-from zeroj.errors import PlanError
 from zeroj.config.precision import LossScale
+from zeroj.errors import PlanError
 from zeroj.gather.inputs import check_params
 from zeroj.optimizer.zero import first_state, masters_of, params_from_masters, wrap_optimizer
 from zeroj.plan import tree

@@ -77,6 +77,10 @@ def _fault(details: ErrorDetails, model: type[Section], path: Path, root: type[S
         return Fault(full, f"must be a section {{...}}, got {shown(value)}")
     if kind == "both":
         return Fault(full, text)
+    if value == "auto":
+        return Fault(
+            full, f'cannot be "auto": no argument decides it. Write a value ({_lower(text)}), or leave it out'
+        )
     return Fault(full, f"{_lower(text)}, got {shown(value)}")
 
 

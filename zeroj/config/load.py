@@ -14,8 +14,9 @@ from zeroj.config.names import nearest
 from zeroj.config.old import modernise
 from zeroj.config.optimizer_rows import REFUSED_OPTIMIZERS, CommonParams
 from zeroj.config.reader import Source, read
+from zeroj.config.root_rules import ROOT_RULES, notes_of
 from zeroj.config.rows import Section, shown
-from zeroj.config.rules import ROOT_RULES, broken_rules, notes_of, zero_faults
+from zeroj.config.rules import broken_rules, zero_faults
 from zeroj.config.scheduler_rows import ScheduleParams
 from zeroj.config.schema import DsConfig
 
@@ -53,7 +54,7 @@ def load(source: Source, arguments: Mapping[str, Any]) -> Loaded:
     blamed = {fault.path for fault in faults}
     faults += [fault for fault in more if fault.path not in blamed]
     file = _lenient(data, faults)
-    skip = [fault.path for fault in faults]
+    skip = [fault.path for fault in faults if fault.path]
     faults += broken_rules(ROOT_RULES, _View(file, optimizer, scheduler), (), skip)
     faults += zero_faults(file.zero_optimization, ("zero_optimization",), skip)
     raise_faults(name, faults)

@@ -27,8 +27,8 @@ class CommonParams(Section):
     weight_decay: Float = honoured(0.0, "Weight decay.", auto="weight_decay", ge=0)
     decay_mask: DecayMask = honoured(
         "all",
-        'zeroj\'s own. "no_bias_or_norm": no weight decay for a leaf whose last name is bias or scale, or that has '
-        'a name with "norm" in it, or that starts with "ln", in its path.',
+        'zeroj\'s own. "no_bias_or_norm": no weight decay for a leaf whose last name is bias or scale, or '
+        'with a name in its path that has "norm" in it, or is like ln_1 or bn1 (zeroj/config/decay.py).',
     )
     max_grad_norm: Float | None = refused(None, *_CLIP)
 

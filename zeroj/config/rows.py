@@ -1,7 +1,7 @@
 """The building blocks of the schema: one row a key, with its type, default, what becomes of it, and why.
 
-A section of ds_config.json is a frozen pydantic model. Each of its fields is made by :func:`honoured`,
-:func:`not_needed` or :func:`refused`, so that the reader, the report, the docs and the tests all read one table.
+A section of ds_config.json is a frozen pydantic model. Each of its fields is made by `honoured`, `not_needed`
+or `refused`, so that the reader, the report, the docs and the tests all read one table.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import numbers
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -27,7 +28,7 @@ class Row:
         text: for an honoured key what it does; otherwise the reason, in terms of JAX and XLA.
         instead: for a refused key, what to do instead.
         accepted: values of a refused key that are let through beside its default, since they ask for nothing.
-        auto: name of the rule (see `zeroj.config.auto`) that gives the key its value when the file says "auto".
+        auto: name of the rule in `zeroj.config.auto` that decides the key when the file says "auto".
         keys: names inside a section that is refused as a whole.
     """
 
@@ -79,26 +80,32 @@ def shown(value: Any) -> str:
     """A value as the file would write it, and its type: `"8" (str)`."""
     try:
         text = json.dumps(value)
-    except TypeError:
-        text = repr(value)
+    except (TypeError, ValueError, RecursionError):  # not JSON, a huge int, a cycle
+        text = object.__repr__(value) if isinstance(value, int) else repr(value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
 
 
 def _whole(value: Any) -> Any:
     """Take 5e8 for an int, as DeepSpeed's users write; take neither a bool, nor text, nor 0.5."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not _is_real(value) or value != int(value):
         raise PydanticCustomError("whole", "must be a whole number")
-    if isinstance(value, float):
-        if not math.isfinite(value) or value != int(value):
-            raise PydanticCustomError("whole", "must be a whole number")
-        return int(value)
-    return value
+    return int(value)
 
 
 def _number(value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if not _is_real(value):
         raise PydanticCustomError("number", "must be a finite number")
     return float(value)
+
+
+def _is_real(value: Any) -> bool:
+    """Whether `value` is a finite number, of Python or of numpy; a bool is none."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int beyond the largest float
+        return False
 
 
 def _names(value: Any) -> Any:
@@ -109,8 +116,8 @@ def _switched_off(value: Any) -> Any:
     """Let a refused section through only where it asks for nothing."""
     if value is None or value is False or value == {}:
         return None
-    if isinstance(value, Mapping) and value.get("enabled") is False:
-        return dict(value)
+    if isinstance(value, Mapping) and (value.get("enabled") is False or value.get("enabled") == "auto"):
+        return {**value, "enabled": False}  # Hugging Face's old templates have an amp section of "auto"
     raise PydanticCustomError("switched_off", "is not supported")
 
 

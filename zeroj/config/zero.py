@@ -63,8 +63,8 @@ class ZeroSection(Section):
     )
     stage3_param_persistence_threshold: Int | None = honoured(
         None,
-        "Leaves of at most this many elements stay whole. Left out: zeroj keeps the smallest leaves whole, so "
-        "long as together they are at most 2 % of total / N.",
+        "Leaves of at most this many elements stay whole. Left out: zeroj keeps the smallest leaves whole, "
+        "so long as together they are at most 2 % of total / N.",
         auto="persistence",
         ge=0,
     )
@@ -73,8 +73,8 @@ class ZeroSection(Section):
     )
     reshard_after_forward: Bool = honoured(
         True,
-        "zeroj's own. true: a gathered param is freed after the forward pass and gathered again for the backward "
-        "pass (3Ψ on the wire). false: it is kept (2Ψ, and the params whole at the peak). Stage 3.",
+        "zeroj's own. true: a gathered param is freed after the forward pass and gathered again for the "
+        "backward pass (3Ψ on the wire). false: it is kept (2Ψ, and the params whole at the peak). Stage 3.",
     )
     zero_hpz_partition_size: Int = honoured(
         1, "hpZ: devices of a group that holds a second, 16-bit shard of the params. Stage 3.", gt=0

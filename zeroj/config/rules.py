@@ -136,3 +136,20 @@ def _touches(path: Path, bad: Path) -> bool:
 def zero_faults(zero: Any, path: Path = (), skip: Sequence[Path] = ()) -> list[Fault]:
     """The impossible combinations within "zero_optimization"."""
     return broken_rules(ZERO_RULES, zero, path, skip)
+
+
+def device_faults(zero: Any, world: int, local: int, path: Path = ()) -> list[Fault]:
+    """What does not fit `world` devices, `local` of them in each node."""
+    faults = []
+    hpz, mics = zero.zero_hpz_partition_size, zero.mics_shard_size
+    if hpz > 1 and (world == local or local % hpz):
+        why = (
+            "all devices are in one node, where its second shard would save no traffic; leave it out"
+            if world == local
+            else f"it has to divide the {local} devices of a node, so that its group stays inside one"
+        )
+        faults.append(Fault((*path, "zero_hpz_partition_size"), f"{hpz} on {world} devices: {why}"))
+    if mics > 0 and world % mics:
+        text = f"{mics} does not divide the {world} devices into equal groups"
+        faults.append(Fault((*path, "mics_shard_size"), text))
+    return faults

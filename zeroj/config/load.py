@@ -77,7 +77,7 @@ def _check(data: dict[str, Any]) -> tuple[list[Fault], Any, Any]:
     try:
         DsConfig.model_validate(data)
     except pydantic.ValidationError as error:
-        faults = faults_of(error, DsConfig, (), DsConfig)
+        faults = faults_of(error, DsConfig, data)
     optimizer = _typed(data, "optimizer", faults)
     scheduler = _typed(data, "scheduler", faults)
     return faults, optimizer, scheduler
@@ -99,7 +99,7 @@ def _typed(data: dict[str, Any], key: str, faults: list[Fault]) -> Section | Non
     try:
         return model.model_validate(params)
     except pydantic.ValidationError as error:
-        faults += faults_of(error, model, (key, "params"), DsConfig)
+        faults += faults_of(error, model, params, (key, "params"), DsConfig)
         return None
 
 

@@ -23,14 +23,6 @@ def subsection(model: type[Section], name: str) -> type[Section] | None:
     return None
 
 
-def section_at(model: type[Section], path: Path) -> type[Section] | None:
-    """The section at `path` below `model`."""
-    found: type[Section] | None = model
-    for name in path:
-        found = subsection(found, name) if found is not None else None
-    return found
-
-
 def walk(model: type[Section], path: Path = ()) -> Iterator[tuple[Path, type[Section], str, Row]]:
     """Every key of the schema below `model`: its path, the section that declares it, its name, its row."""
     for name in model.model_fields:

@@ -27,7 +27,6 @@ class Row:
         status: "honoured", "not needed" or "refused".
         text: for an honoured key what it does; otherwise the reason, in terms of JAX and XLA.
         instead: for a refused key, what to do instead.
-        accepted: values of a refused key that are let through beside its default, since they ask for nothing.
         auto: name of the rule in `zeroj.config.auto` that decides the key when the file says "auto".
         keys: names inside a section that is refused as a whole.
     """
@@ -35,7 +34,6 @@ class Row:
     status: Status
     text: str
     instead: str = ""
-    accepted: tuple[Any, ...] = ()
     auto: str | None = None
     keys: tuple[str, ...] = ()
 
@@ -50,17 +48,9 @@ def not_needed(default: Any, why: str, *, auto: str | None = None, **bounds: Any
     return _field(default, Row("not needed", why, auto=auto), bounds)
 
 
-def refused(
-    default: Any,
-    why: str,
-    instead: str,
-    *,
-    accepted: tuple[Any, ...] = (),
-    keys: tuple[str, ...] = (),
-    **bounds: Any,
-) -> Any:
-    """A field whose default (and `accepted` values) may be written, and whose other values are an error."""
-    return _field(default, Row("refused", why, instead, accepted=accepted, keys=keys), bounds)
+def refused(default: Any, why: str, instead: str, *, keys: tuple[str, ...] = (), **bounds: Any) -> Any:
+    """A field whose default may be written, and whose other values are an error."""
+    return _field(default, Row("refused", why, instead, keys=keys), bounds)
 
 
 def _field(default: Any, row: Row, bounds: dict[str, Any]) -> Any:
@@ -152,15 +142,8 @@ class Section(pydantic.BaseModel):
     @classmethod
     def _refuse(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
         assert info.field_name is not None
-        row = row_of(cls, info.field_name)
-        if row.status == "refused" and not _is_harmless(
-            value, cls.model_fields[info.field_name].default, row
-        ):
+        default = cls.model_fields[info.field_name].default
+        switched_off = isinstance(value, dict)  # `Off` lets through no other section
+        if row_of(cls, info.field_name).status == "refused" and value != default and not switched_off:
             raise PydanticCustomError("refused", "is not supported")
         return value
-
-
-def _is_harmless(value: Any, default: Any, row: Row) -> bool:
-    if isinstance(value, dict):  # a refused section that is switched off
-        return True
-    return any(type(value) is type(ok) and value == ok for ok in (default, *row.accepted))

@@ -188,7 +188,7 @@ class Zero(ZeroSection):
         try:
             super().__init__(**fields)
         except pydantic.ValidationError as error:
-            raise_faults("zj.Zero", faults_of(error, ZeroSection, ()))
+            raise_faults("zj.Zero", faults_of(error, ZeroSection, fields))
         raise_faults("zj.Zero", zero_faults(self))
 
     def needs(self) -> tuple[str, ...]:

@@ -43,7 +43,10 @@ def test_a_wrong_letter_inside() -> None:
         ({"stage": 3}, 'stage: unknown key. It belongs to "zero_optimization".'),
         ({"pin_memory": True}, '"zero_optimization.offload_optimizer" or "zero_optimization.offload_param"'),
         ({"bf16": {"loss_scale": 0}}, 'bf16.loss_scale: unknown key. It belongs to "fp16".'),
-        ({"optimizer": {"type": "SGD", "params": {"betas": [0, 0]}}}, "optimizer.params.betas: unknown key."),
+        (
+            {"optimizer": {"type": "SGD", "params": {"betas": [0, 0]}}},
+            'optimizer.params.betas: unknown key. It belongs to another "type".',
+        ),
         (
             {"optimizer": {"type": "Adam", "lr": 1}},
             'optimizer.lr: unknown key. It belongs to "optimizer.params".',
@@ -91,7 +94,7 @@ def test_single_character_edits_of_every_key_are_refused_with_the_right_name() -
     right = wrong = 0
     misses = []
     for key in keys.all_keys():
-        for _ in range(8):
+        for _ in range(5):
             typo = edits(key.name, rng)
             path = (*key.path[:-1], typo)
             if path in legal or not typo or typo.startswith("_"):
@@ -109,5 +112,5 @@ def test_single_character_edits_of_every_key_are_refused_with_the_right_name() -
             else:
                 wrong += 1
                 misses.append(f"{path}")
-    assert right + wrong > 1500
+    assert right + wrong > 1000
     assert right / (right + wrong) >= 0.95, f"{right} of {right + wrong}; {misses[:20]}"

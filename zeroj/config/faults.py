@@ -9,7 +9,7 @@ from typing import Any
 import pydantic
 from pydantic_core import ErrorDetails
 
-from zeroj.config.names import hint, subsection
+from zeroj.config.names import hint, names_in, subsection
 from zeroj.config.rows import Row, Section, row_of, shown
 from zeroj.errors import ConfigError
 
@@ -61,10 +61,11 @@ def faults_of(
 def _fault(details: ErrorDetails, model: type[Section], data: Any, path: Path, root: type[Section]) -> Fault:
     kind, text = details["type"], details["msg"]
     location = tuple(part for part in details["loc"] if isinstance(part, str))
-    local, value, row = _written(model, data, location)
+    local, value, row, section = _written(model, data, location)
     full = path + local
     if kind == "extra_forbidden":
-        return Fault(full, f"unknown key.{hint(full, root)}")
+        assert section is not None
+        return Fault(full, f"unknown key.{hint(full, names_in(section), root)}")
     if kind in ("refused", "switched_off"):
         assert row is not None
         return Fault(
@@ -82,21 +83,24 @@ def _fault(details: ErrorDetails, model: type[Section], data: Any, path: Path, r
     return Fault(full, f"{_lower(text)}, got {shown(value)}")
 
 
-def _written(model: type[Section], data: Any, location: Path) -> tuple[Path, Any, Row | None]:
-    """The path to `location` as the file spells it, the value there, and the row of its key."""
+def _written(
+    model: type[Section], data: Any, location: Path
+) -> tuple[Path, Any, Row | None, type[Section] | None]:
+    """The path to `location` as the file spells it, the value there, its key's row, and its section."""
     path: list[str] = []
-    section: type[Section] | None = model
-    row = None
+    section: type[Section] | None = None
+    below: type[Section] | None = model
+    row: Row | None = None
     for name in location:
-        spelling = name
+        spelling, section = name, below
         if section is not None and name in section.model_fields:
             row = row_of(section, name)
             if isinstance(data, Mapping) and name not in data:
                 spelling = next((a for a, b in section.aliases.items() if b == name and a in data), name)
-            section = subsection(section, name)
+            below = subsection(section, name)
         data = data.get(spelling) if isinstance(data, Mapping) else getattr(data, spelling, None)
         path.append(spelling)
-    return tuple(path), data, row
+    return tuple(path), data, row, section
 
 
 def _lower(text: str) -> str:

@@ -165,7 +165,7 @@ class Config:
         return self.zero.needs() + needs_of(FILE_NEEDS, self.loaded.file)
 
     def report(self) -> str:
-        """A table of the file: each key, its value, and whether it is honoured or not needed, and why."""
+        """Each key of the file with its value, whether it is honoured, not needed or off, and why."""
         return report_of(self.loaded, self.optimizer_text)
 
     def resolved(self) -> dict[str, Any]:

@@ -114,6 +114,12 @@ def notes_of(file: Any, optimizer: Any, scheduler: Any, written: frozenset[str])
         section = getattr(zero, name)
         if section is not None and section.device != "nvme" and section.nvme_path:
             notes.append(f'{name}.nvme_path is not used, since device is "{section.device}"')
+    if (
+        optimizer is not None
+        and getattr(scheduler, "cycle_momentum", False)
+        and not hasattr(optimizer, "betas")
+    ):
+        notes.append(f"{file.optimizer.type} has no betas: cycle_momentum has no effect")
     warmup, total = (getattr(scheduler, key, None) for key in ("warmup_num_steps", "total_num_steps"))
     if warmup and total and total < warmup:
         notes.append(f"the schedule ends (total_num_steps {total}) before its warm-up does ({warmup})")

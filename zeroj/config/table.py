@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
+import textwrap
 from typing import Any
-
-import rich.console
-import rich.table
 
 from zeroj.config.load import Loaded
 from zeroj.config.rows import Row, Section, row_of
@@ -17,17 +14,17 @@ _DEFAULTS_SHOWN = ("gradient_clipping",)
 
 def report_of(loaded: Loaded, optimizer_text: str) -> str:
     """The report of one file; see `Config.report`."""
-    table = rich.table.Table("key", "value", "", "why", box=None, pad_edge=False)
+    lines = []
     for path, value, row in _present(loaded):
-        text = f"{row.text} Instead: {row.instead}." if row.status == "refused" else row.text
+        text = row.text.rstrip(".") + "."
+        if row.status == "refused":
+            text += f" Instead: {row.instead}."
         origin = loaded.origins.get(path)
-        table.add_row(path, _json(value), _status(row), text + (f" [from {origin}]" if origin else ""))
-    out = io.StringIO()
-    console = rich.console.Console(file=out, width=140, markup=False, highlight=False, color_system=None)
-    console.print(table)
-    lines = [line.rstrip() for line in out.getvalue().splitlines()]
-    notes = [f"note: {note}" for note in loaded.notes]
-    return "\n".join([*lines, f"optimizer: {optimizer_text}", *notes])
+        source = f"  [from {origin}]" if origin else ""
+        lines.append(f"{_status(row):<12}{path} = {_json(value)}{source}")
+        lines += textwrap.wrap(text, 110, initial_indent=" " * 14, subsequent_indent=" " * 14)
+    lines.append(f"{'optimizer':<12}{optimizer_text}")
+    return "\n".join([*lines, *(f"{'note':<12}{note}" for note in loaded.notes)])
 
 
 def _status(row: Row) -> str:

@@ -178,7 +178,7 @@ def _infer_triple(data: dict[str, Any], given: Mapping[str, Any], origins: dict[
     known = [key for key in _TRIPLE if data.get(key, AUTO) != AUTO or by_argument[key] in given]
     if len(open_) == 1 and len(known) == 2:
         del data[open_[0]]
-        origins[open_[0]] = "worked out from the other two batch sizes"
+        origins[open_[0]] = "the other two batch sizes, once the mesh is known"
 
 
 def _usable(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def _present(loaded: Loaded) -> list[tuple[str, Any, Row]]:
     """Every key that the file or an argument gives, and those whose default needs saying."""
     rows = []
     for path, value, row in _rows(loaded):
-        if path in loaded.written:
+        if path in loaded.written or path in loaded.origins:
             rows.append((path, value, row))
         elif path in _DEFAULTS_SHOWN:
             rows.append((f"{path} (default)", value, row))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
-from zeroj.aot.choices import Batch, Choice, Machine, choices
+from zeroj.aot.choices import PINNED_DEFAULT_GB, PINNED_VARIABLE, Batch, Choice, Machine, choices
 from zeroj.aot.closed_form import Estimate, estimate
-from zeroj.aot.report import milliseconds, size, table
 from zeroj.aot.sizes import Sizes
+from zeroj.aot.text import milliseconds, size, table
 
 SIMPLER = 1.05
 """A choice with more parts must be faster by this factor."""
@@ -121,6 +122,12 @@ def _notes(best: Estimate, found: list[Estimate], sizes: Sizes, machine: Machine
         notes.append(f"the rule of thumb ({rule}) differs: {_why_not(choice, best, found)}")
     if machine.nodes > 1:
         notes.extend(_network_notes(best, found, machine))
+    if best.host > PINNED_DEFAULT_GB * 2**30:
+        enough = math.ceil(1.15 * best.host / 2**30)
+        notes.append(
+            f"{size(best.host)} of pinned host memory a node are more than the {PINNED_DEFAULT_GB} GiB that a"
+            f" process may take: with one process a node set {PINNED_VARIABLE}={enough} before JAX starts"
+        )
     return notes
 
 
@@ -139,12 +146,12 @@ def _why_not(choice: Choice, best: Estimate, found: list[Estimate]) -> str:
 
 
 def _network_notes(best: Estimate, found: list[Estimate], machine: Machine) -> list[str]:
-    """What the rules by network would have: from 100 Gb/s a node plain, at 10 ZeRO++, at 1 another network."""
+    """What the rules by network would have: 100 Gb/s a node plain, 10 ZeRO++, 1 another network."""
     gigabits = machine.gpu.network.value * machine.gpus_per_node * 8 / 1e9
     ratio = best.communication_seconds / best.compute_seconds
     if ratio > STARVED:
         return [
-            f"even so, communication takes {ratio:.0f} times as long as compute at {gigabits:.0f} Gb/s a node:"
+            f"even so, communication takes {ratio:.0f} times the compute at {gigabits:.0f} Gb/s a node:"
             " get a better network first, or larger batches and accumulation"
         ]
     if best.choice.zeropp and gigabits >= 100:

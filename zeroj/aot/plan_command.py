@@ -47,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         nargs="?",
-        help="a Hugging Face config.json or its directory, or module:function, called with the zj.aot.Target and"
-        " returning a jitted step and its abstract arguments; left out: --params, --layers and --hidden",
+        help="a Hugging Face config.json or its directory, or module:function, called with the zj.aot.Target"
+        " and returning a jitted step and its abstract arguments; left out: --params, --layers, --hidden",
     )
     model = parser.add_argument_group("model")
     model.add_argument("--params", type=float, help="number of parameters, 13e9")

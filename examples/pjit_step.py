@@ -43,7 +43,7 @@ def make_step(loss_fn: Callable[..., Any], tx: Any, plan: Any) -> Callable[[Stat
         micros = jax.tree.map(lambda x: x.reshape(MICRO_BATCHES, -1, *x.shape[1:]), batch)
         zeros = jax.lax.with_sharding_constraint(jax.tree.map(jnp.zeros_like, params), plan.grads)
         total, losses = jax.lax.scan(add, zeros, micros)
-        norm = optax.global_norm(total) / MICRO_BATCHES
+        norm = optax.tree.norm(total) / MICRO_BATCHES
         factor = jnp.minimum(1.0, CLIP_NORM / norm) / MICRO_BATCHES
         updates, opt_state = tx.update(jax.tree.map(lambda g: g * factor, total), opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), (losses.mean(), norm)

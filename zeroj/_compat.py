@@ -1,3 +1,214 @@
 """Every private JAX name and every difference between JAX versions lives in this file."""
 
 from __future__ import annotations
+
+import contextlib
+import importlib.util
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax._src import source_info_util
+from jax._src.interpreters import partial_eval as pe
+from jax.extend import core as jex_core
+
+# --------------------------------------------------------------------------------------------------
+# Traced programs (jaxprs)
+# --------------------------------------------------------------------------------------------------
+
+Var = jex_core.Var
+Literal = jex_core.Literal
+Jaxpr = Any  # jax.extend.core.Jaxpr; the class was merged with ClosedJaxpr in jax 0.12
+Eqn = Any
+
+
+class Program(NamedTuple):
+    """An open jaxpr and the values of its constants, the same on every JAX version."""
+
+    jaxpr: Jaxpr
+    consts: Sequence[Any]
+
+
+def program(closed: Any) -> Program:
+    """Splits a closed (or open) jaxpr into its equations and its constants."""
+    return Program(getattr(closed, "jaxpr", closed), tuple(getattr(closed, "consts", ())))
+
+
+def trace(fun: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
+    """Traces ``fun`` to a program without its dead equations; also returns the output's tree of shapes."""
+    closed, out_shape = jax.make_jaxpr(fun, return_shape=True)(*args)
+    jaxpr, consts = program(closed)
+    live, _ = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    return Program(live, consts), out_shape
+
+
+def bind(eqn: Eqn, args: Sequence[Any]) -> list[Any]:
+    """Evaluates one equation on ``args``, keeping the user's source line and name scopes."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    with source_of(eqn):
+        out = eqn.primitive.bind(*args, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+@contextlib.contextmanager
+def source_of(eqn: Eqn) -> Iterator[None]:
+    """Operations made inside carry the source line and name scope of ``eqn``."""
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+        yield
+
+
+def source_line(eqn: Eqn) -> str:
+    """The user's ``file:line (function)`` from which ``eqn`` was traced."""
+    return source_info_util.summarize(eqn.source_info)
+
+
+class ScanLayout(NamedTuple):
+    """What one scan equation says, the same on every JAX version."""
+
+    body: Program
+    num_consts: int
+    num_carry: int
+    length: int
+    reverse: bool
+    unroll: int
+
+
+def scan_layout(eqn: Eqn) -> ScanLayout:
+    """Reads the parameters of a scan equation."""
+    p = eqn.params
+    if "num_consts" in p:
+        num_consts, num_carry = p["num_consts"], p["num_carry"]
+    else:  # jax >= 0.11 keeps trees of the operands instead of counts
+        consts, carry, _ = p["ft_in"].update(range(len(eqn.invars))).unpack()
+        num_consts, num_carry = len(list(consts)), len(list(carry))
+    return ScanLayout(program(p["jaxpr"]), num_consts, num_carry, p["length"], p["reverse"], p["unroll"])
+
+
+#: Equations that only call a sub-program: name of the primitive -> parameter that holds it.
+CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "custom_lin": "jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+}
+
+
+def called_program(eqn: Eqn) -> Program | None:
+    """The sub-program of an equation that does nothing but call it, or None for any other equation."""
+    key = CALLS.get(eqn.primitive.name)
+    if key is None:
+        return None
+    if key not in eqn.params:
+        key = next((k for k in ("call_jaxpr", "jaxpr", "fun_jaxpr") if k in eqn.params), "")
+        if not key:
+            return None
+    return program(eqn.params[key])
+
+
+def is_remat(eqn: Eqn) -> bool:
+    """Whether ``eqn`` recomputes a forward region in a backward pass (jax.checkpoint)."""
+    return eqn.primitive.name in ("remat2", "checkpoint")
+
+
+# --------------------------------------------------------------------------------------------------
+# Compiling for GPUs that are not there (zeroj.aot)
+# --------------------------------------------------------------------------------------------------
+
+_NO_SUCH_OPTION = re.compile(r"No such compile option: '([^']+)'")
+
+
+def gpu_compiler_installed() -> bool:
+    """Whether the CUDA plugin of jax, which holds the GPU compiler, is installed."""
+    return any(importlib.util.find_spec(f"jax_cuda{v}_plugin") is not None for v in (13, 12))
+
+
+def compile_only_devices(target_config: str, nodes: int, gpus_per_node: int) -> list[Any]:
+    """Returns the devices of a cluster of GPUs that is described but not there, numbered node by node."""
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(
+        "", platform="cuda", target_config=target_config, topology=f"1x{nodes}x{gpus_per_node}"
+    )
+    return list(topology.devices)
+
+
+class GpuLowering:
+    """A traced function lowered for CUDA, ready for a compile-only client."""
+
+    def __init__(self, traced: Any):
+        computation = traced.lower(lowering_platforms=("cuda",))._lowering
+        arguments = computation.compile_args
+        self._computation = computation
+        self._in_shardings = arguments["in_shardings"]
+        self._out_shardings = arguments["out_shardings"]
+        self._num_ordered_effects = len(arguments["ordered_effects"])
+        self.num_devices: int = arguments["num_devices"]
+        self.has_callbacks = bool(arguments["host_callbacks"])
+        self.options: dict[str, Any] = dict(computation._compiler_options_kvs)
+
+    def stablehlo(self) -> str:
+        """Returns the text of the program before XLA."""
+        return str(self._computation.stablehlo())
+
+    def compile(self, devices: list[Any], options: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
+        """Compiles for compile-only devices.
+
+        Args:
+          devices: what :func:`compile_only_devices` returned.
+          options: XLA's flags by name; those that this version does not know are left out.
+
+        Returns:
+          The executable, and the flags left out with the compiler's reason.
+        """
+        from jax._src.lib import xla_client
+
+        used = dict(options)
+        dropped: dict[str, str] = {}
+        client = devices[0].client
+        while True:
+            try:
+                executable = client.compile(
+                    self._computation.stablehlo(),
+                    executable_devices=xla_client.DeviceList(tuple(devices)),
+                    compile_options=self._compile_options(devices, used),
+                )
+                return executable, dropped
+            except jax.errors.JaxRuntimeError as error:
+                unknown = _NO_SUCH_OPTION.search(str(error))
+                if unknown is None or unknown.group(1) not in used:
+                    raise
+                used.pop(unknown.group(1))
+                dropped[unknown.group(1)] = f"unknown to the compiler of jax {jax.__version__}"
+
+    def _compile_options(self, devices: list[Any], options: Mapping[str, Any]) -> Any:
+        from jax._src import compiler
+        from jax._src.interpreters import pxla
+
+        compile_options = compiler.get_compile_options(
+            num_replicas=1,
+            num_partitions=len(devices),
+            device_assignment=np.arange(len(devices)).reshape(1, -1),
+            env_options_overrides=dict(options),
+            backend=devices[0].client,
+        )
+        inputs, outputs = pxla.get_prop_to_input_output(
+            self._in_shardings, self._out_shardings, self._num_ordered_effects
+        )
+        build = compile_options.executable_build_options
+        build.allow_spmd_sharding_propagation_to_parameters = list(inputs)
+        build.allow_spmd_sharding_propagation_to_output = list(outputs)
+        return compile_options
+
+
+def executable_text(executable: Any) -> str:
+    """Returns the text of a compiled module, schedule included."""
+    return executable.hlo_modules()[0].to_string()

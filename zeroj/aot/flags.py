@@ -1,0 +1,35 @@
+"""XLA:GPU's flags by profile. A flag that a version does not know is dropped by the compile, with a note."""
+
+from __future__ import annotations
+
+from zeroj.errors import PlanError
+
+ALWAYS: dict[str, object] = {"xla_gpu_autotune_level": 0}
+"""There is no GPU to try kernels on."""
+
+PROFILES: dict[str, dict[str, object]] = {
+    "default": {},
+    "overlap": {
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+        # One collective a layer: combined ones wait for the last of their operands and keep all outputs
+        # alive.
+        "xla_gpu_all_gather_combine_threshold_bytes": 1,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": 1,
+        # Gathers of the next iteration start in this one. The first two names are of jax 0.10, then 0.12.
+        "xla_gpu_enable_pipelined_all_gather": True,
+        "xla_gpu_enable_pipelined_reduce_scatter": True,
+        "xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON",
+        "xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_PIPELINING_MODE_ON",
+    },
+}
+
+
+def profile_flags(profile: str) -> dict[str, object]:
+    """Returns the flags of a profile: "default" (XLA's own) or "overlap".
+
+    Raises:
+      PlanError: for another name.
+    """
+    if profile not in PROFILES:
+        raise PlanError(f"no profile {profile!r} of compiler flags: there are {', '.join(PROFILES)}")
+    return {**ALWAYS, **PROFILES[profile]}

@@ -1,0 +1,54 @@
+"""Gathering and reducing one leaf along its placement. For use inside ``shard_map`` over the ZeRO axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from zeroj.plan.rules import Placement
+
+
+def gather(shard: jax.Array, placement: Placement) -> jax.Array:
+    """All-gathers a shard to the whole leaf in the user's shape.
+
+    Outer axes come first, so that what crosses nodes is still the smallest piece.
+
+    Args:
+        shard: this device's part, of shape ``placement.padded`` with each sharded dim divided by its axes.
+        placement: how the leaf is sharded; a whole leaf is returned as it is.
+    """
+    for dim, axes in placement.dims:
+        shard = jax.lax.all_gather(shard, axes, axis=dim, tiled=True)
+    return unpad(shard, placement)
+
+
+def reduce_scatter(value: jax.Array, placement: Placement, axes: Sequence[str]) -> jax.Array:
+    """Sums a whole leaf over ``axes`` and keeps this device's shard of the sum.
+
+    Args:
+        value: this device's addend, in the user's shape.
+        placement: how the result is sharded; over axes that do not split it, it is summed whole.
+        axes: the ZeRO axes.
+    """
+    value = pad(value, placement)
+    for dim, names in reversed(placement.dims):
+        value = jax.lax.psum_scatter(value, names, scatter_dimension=dim, tiled=True)
+    rest = tuple(axis for axis in axes if axis not in placement.axes)
+    return jax.lax.psum(value, rest) if rest else value
+
+
+def pad(value: jax.Array, placement: Placement) -> jax.Array:
+    """Appends zeros to the stored shape."""
+    if placement.padded == placement.shape:
+        return value
+    widths = [(0, p - s) for s, p in zip(placement.shape, placement.padded, strict=True)]
+    return jnp.pad(value, widths)
+
+
+def unpad(value: jax.Array, placement: Placement) -> jax.Array:
+    """Cuts the stored shape to the user's shape."""
+    if placement.padded == placement.shape:
+        return value
+    return jax.lax.slice(value, (0,) * value.ndim, placement.shape)

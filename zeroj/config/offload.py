@@ -1,0 +1,71 @@
+"""The sections "offload_optimizer", "offload_param" and "aio": where state lives when it is not on the device."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from zeroj.config.rows import Bool, Float, Int, Section, Text, honoured, not_needed, refused
+
+Device = Literal["none", "cpu", "nvme"]
+
+
+class OffloadOptimizer(Section):
+    """Where optimizer state is kept between updates."""
+
+    device: Device = honoured(
+        "none",
+        '"cpu": host memory, streamed through the device at the update. "nvme": files.',
+        auto="offload_optimizer_device",
+    )
+    nvme_path: Text | None = honoured(
+        None, 'Folder for the files of "nvme".', auto="offload_optimizer_nvme_path", min_length=1
+    )
+    buffer_count: Int = honoured(4, "Host buffers in the ring between file and device.", gt=0)
+    pin_memory: Bool = honoured(True, "Page-locked host memory (pinned_host), or not (unpinned_host).")
+    pipeline_read: Bool = honoured(False, "Read the next piece while one is updated.")
+    pipeline_write: Bool = honoured(False, "Write the last piece while one is updated.")
+    fast_init: Bool = not_needed(False, "state is born in its place, piece by piece")
+    ratio: Float = honoured(
+        1.0,
+        "Share of the state's bytes that is offloaded; DeepSpeed counts whole sub-groups instead.",
+        ge=0,
+        le=1,
+    )
+    super_offload: Bool = refused(
+        False,
+        "it updates speculatively on the host and rolls back",
+        'use "device": "cpu" alone: the update is exact and runs on the device',
+    )
+    cpuadam_cores_perc: Float = not_needed(
+        0.8, "the update runs on the device, not on host cores", ge=0, le=1
+    )
+
+
+class OffloadParam(Section):
+    """Where params are kept between uses."""
+
+    device: Device = honoured("none", '"cpu": host memory. "nvme": files.', auto="offload_param_device")
+    nvme_path: Text | None = honoured(
+        None, 'Folder for the files of "nvme".', auto="offload_param_nvme_path", min_length=1
+    )
+    buffer_count: Int = honoured(5, "Host buffers in the ring between file and device.", gt=0)
+    buffer_size: Int = not_needed(10**8, "buffers are sized from the plan's shards", gt=0)
+    max_in_cpu: Int = honoured(10**9, 'Elements of "nvme" params that stay in host memory.', ge=0)
+    pin_memory: Bool = honoured(True, "Page-locked host memory (pinned_host), or not (unpinned_host).")
+
+
+class Aio(Section):
+    """How files are read and written."""
+
+    block_size: Int = honoured(
+        1048576, "Bytes of one request; shards smaller than this stay in memory.", gt=0
+    )
+    queue_depth: Int = honoured(8, "Requests in flight.", gt=0)
+    intra_op_parallelism: Int = honoured(1, "Threads that share one request.", gt=0)
+    single_submit: Bool = not_needed(False, "requests are handed to the operating system by TensorStore")
+    overlap_events: Bool = not_needed(True, "requests are handed to the operating system by TensorStore")
+    use_gds: Bool = refused(
+        False,
+        "there is no path from file to device memory that JAX can see",
+        "pin_memory gives pinned host buffers",
+    )

@@ -1,0 +1,91 @@
+"""The report of one file, and docs/ds_config.md, both from the rows of the schema.
+
+Run as `python -m zeroj.config.report > docs/ds_config.md`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pydantic
+import rich.console
+import rich.table
+from pydantic_core import PydanticUndefined
+
+from zeroj.config.auto import AUTO_RULES, variant
+from zeroj.config.load import Loaded
+from zeroj.config.names import subsection
+from zeroj.config.old import OLD
+from zeroj.config.optimizer_rows import REFUSED_OPTIMIZERS
+from zeroj.config.rows import Row, Section, row_of
+from zeroj.config.schema import DsConfig
+
+_DEFAULTS_SHOWN = ("gradient_clipping",)
+
+
+def report_of(loaded: Loaded, optimizer_text: str) -> str:
+    """The report of one file; see `Config.report`."""
+    table = rich.table.Table("key", "value", "", "why", box=None, pad_edge=False)
+    for path, value, row in _present(loaded):
+        text = f"{row.text} Instead: {row.instead}." if row.status == "refused" else row.text
+        origin = loaded.origins.get(path)
+        table.add_row(path, _json(value), _status(row), text + (f" [from {origin}]" if origin else ""))
+    out = io.StringIO()
+    console = rich.console.Console(file=out, width=140, markup=False, highlight=False, color_system=None)
+    console.print(table)
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    notes = [f"note: {note}" for note in loaded.notes]
+    return "\n".join([*lines, f"optimizer: {optimizer_text}", *notes])
+
+
+def _status(row: Row) -> str:
+    return "off" if row.status == "refused" else row.status
+
+
+def _present(loaded: Loaded) -> list[tuple[str, Any, Row]]:
+    """Every key that the file or an argument gives, and those whose default needs saying."""
+    rows = []
+    for path, value, row in _rows(loaded):
+        if path in loaded.written:
+            rows.append((path, value, row))
+        elif path in _DEFAULTS_SHOWN:
+            rows.append((f"{path} (default)", value, row))
+    return rows
+
+
+def _rows(loaded: Loaded) -> list[tuple[str, Any, Row]]:
+    """Every key in force, with its value, sections of params by type; sections themselves left out."""
+    found: list[tuple[str, Any, Row]] = []
+
+    def visit(section: Section, path: tuple[str, ...]) -> None:
+        model = type(section)
+        other = {real: name for name, real in model.aliases.items()}
+        for name in model.model_fields:
+            value = getattr(section, name)
+            if name in model.variants:
+                value = loaded.optimizer if path == ("optimizer",) else loaded.scheduler
+            if isinstance(value, Section):
+                visit(value, (*path, name))
+                continue
+            dotted = ".".join((*path, name))
+            short = ".".join((*path, other.get(name, name)))
+            written = short if short in loaded.written else dotted
+            found.append((written, value, row_of(model, name)))
+
+    visit(loaded.file, ())
+    return found
+
+
+def resolved_of(loaded: Loaded) -> dict[str, Any]:
+    """Every value in force, as plain data; see `Config.resolved`."""
+    data = loaded.file.model_dump(mode="json")
+    for key, params in (("optimizer", loaded.optimizer), ("scheduler", loaded.scheduler)):
+        if params is not None:
+            data[key]["params"] = params.model_dump(mode="json")
+    return data
+
+
+def _json(value: Any) -> str:
+    return json.dumps(list(value) if isinstance(value, tuple) else value)

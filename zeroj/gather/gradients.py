@@ -1,0 +1,190 @@
+"""Loss and gradient over sharded params: what stands in place of ``jax.value_and_grad``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from zeroj.errors import PlanError
+from zeroj.gather import loss as losses
+from zeroj.gather.inputs import (
+    batch_specs,
+    check_batch,
+    check_params,
+    interpreter,
+    lazy_leaves,
+    microbatch_keys,
+    split_microbatches,
+    whole_struct,
+)
+from zeroj.gather.loss import LossOut
+from zeroj.gather.means import accumulate, over_devices
+from zeroj.gather.reductions import Reduction
+from zeroj.plan.plan import ParamLeaf, Plan
+
+
+class Gradients(NamedTuple):
+    """What one pass over a batch gives.
+
+    Attributes:
+        loss: fp32 scalar, the mean over the global batch.
+        count: fp32 scalar, the sum of counts, or None for a plain mean.
+        aux: the loss's aux: floats averaged and integers summed over devices and micro-batches, and every
+            :class:`zeroj.Mean` divided out.
+        grads: one array per trained leaf, where the plan has gradients.
+    """
+
+    loss: jax.Array
+    count: jax.Array | None
+    aux: Any
+    grads: list[jax.Array]
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any], plan: Plan, has_aux: bool = False, loss_over: str = "device"
+) -> Callable[..., Any]:
+    """Stands in place of ``jax.value_and_grad`` for params that live as a plan says. Call it under ``jit``.
+
+    Args:
+        loss_fn: ``loss_fn(params, batch)`` or ``(params, batch, rng)``: params in the user's tree, shapes and
+            compute dtype, this device's slice of the batch; returns the mean loss, ``zj.Mean`` or (loss, aux).
+        plan: where params and gradients live.
+        has_aux: whether the loss returns (loss, aux); then the result is ((loss, aux), grads).
+        loss_over: "device": the loss sees this device's slice of the batch.
+
+    Returns:
+        A function of (params, batch, rng=None) that returns (loss, grads): the mean over the global batch, and
+        its gradient in the layout of ``plan.grads``. Frozen leaves have None for a gradient.
+
+    Raises:
+        PlanError: at the first call, when params, batch or loss do not fit the plan.
+
+    Example:
+        >>> loss, grads = jax.jit(zj.value_and_grad(loss_fn, plan))(params, batch)
+    """
+    if loss_over != "device":
+        raise PlanError(f"loss_over={loss_over!r} is not supported; it must be 'device'.")
+    needs_rng = losses.takes_rng(loss_fn)
+
+    def run(params: Any, batch: Any, rng: Any = None) -> Any:
+        if needs_rng and rng is None:
+            raise PlanError("loss_fn takes an rng: pass one, as in value_and_grad(...)(params, batch, rng).")
+        out = gradients(loss_fn, plan, params, batch, rng, has_aux=has_aux)
+        live = iter(out.grads)
+        grads = plan.treedef.unflatten([next(live) if leaf.trainable else None for leaf in plan.leaves])
+        return ((out.loss, out.aux) if has_aux else out.loss), grads
+
+    return run
+
+
+def gradients(
+    loss_fn: Callable[..., Any],
+    plan: Plan,
+    params: Any,
+    batch: Any,
+    rng: Any = None,
+    scale: Any = 1.0,
+    *,
+    accumulation: int = 1,
+    has_aux: bool = False,
+) -> Gradients:
+    """The gradient of the mean over the global batch, times ``scale``, in the layout of ``plan.grads``.
+
+    Args:
+        loss_fn: the user's loss.
+        plan: where params and gradients live.
+        params: the stored params.
+        batch: leaves of shape (global batch, ...).
+        rng: a key, folded per device and micro-batch; left out, a constant one.
+        scale: fp32 scalar that the loss is multiplied by for the backward pass.
+        accumulation: micro-batches per device, run one after the other.
+        has_aux: whether the loss must return (loss, aux).
+    """
+    leaves = check_params(plan, params)
+    check_batch(plan, batch, accumulation)
+    rng = jax.random.key(0) if rng is None else rng
+    live = [leaf for leaf in plan.leaves if leaf.trainable]
+
+    def local(leaves: list[Any], batch: Any, rng: Any, scale: Any) -> tuple[Gradients, jax.Array]:
+        return _local(loss_fn, plan, leaves, batch, rng, scale, accumulation, has_aux)
+
+    out, token = jax.shard_map(
+        local,
+        mesh=plan.mesh,
+        in_specs=(
+            [plan.param_placement(leaf).zero_spec for leaf in plan.leaves],
+            batch_specs(plan, batch),
+            PartitionSpec(),
+            PartitionSpec(),
+        ),
+        out_specs=(
+            Gradients(
+                PartitionSpec(),
+                PartitionSpec(),
+                PartitionSpec(),
+                [plan.grad_placement(leaf).zero_spec for leaf in live],
+            ),
+            PartitionSpec(),
+        ),
+        axis_names=set(plan.zero_axes),
+        check_vma=False,
+    )(leaves, batch, rng, jnp.asarray(scale, jnp.float32))
+    return out._replace(loss=out.loss + token)
+
+
+def _local(
+    loss_fn: Callable[..., Any],
+    plan: Plan,
+    leaves: list[jax.Array],
+    batch: Any,
+    rng: jax.Array,
+    scale: jax.Array,
+    accumulation: int,
+    has_aux: bool,
+) -> tuple[Gradients, jax.Array]:
+    """What one device does: its micro-batches one after the other, then what is left to reduce."""
+    live = [leaf for leaf in plan.leaves if leaf.trainable]
+    batches = split_microbatches(batch, accumulation)
+    keys = microbatch_keys(plan, rng, accumulation)
+    program, (out_shape, _) = losses.gradient_program(
+        loss_fn,
+        plan.treedef.unflatten([whole_struct(plan, leaf) for leaf in plan.leaves]),
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches),
+        jax.ShapeDtypeStruct((), keys.dtype),
+        jax.ShapeDtypeStruct((), jnp.float32),
+        trains=[leaf.trainable for leaf in plan.leaves],
+        axes=plan.zero_axes,
+        degree=plan.degree,
+        has_aux=has_aux,
+    )
+    at_once = accumulation == 1 or plan.stage.accumulator
+    reductions = [_reduction(plan, leaf) for leaf in live]
+    heads = len(jax.tree.leaves(out_shape))
+    wanted = [None] * heads + (reductions if at_once else [None] * len(live))
+
+    def one(micro: Any, key: jax.Array) -> tuple[LossOut, list[jax.Array], jax.Array]:
+        walker = interpreter(plan)
+        args = [*lazy_leaves(plan, leaves), *jax.tree.leaves(micro), key, scale]
+        outs = walker.force(walker.run(program, args, wanted))
+        head = jax.tree.unflatten(jax.tree.structure(out_shape), outs[:heads])
+        wide = [
+            g.astype(plan.precision.accumulator(x.dtype)) for g, x in zip(outs[heads:], live, strict=True)
+        ]
+        return head, wide, walker.gathers.token()
+
+    head, grads, token = accumulate(one, batches, keys, accumulation, plan.zero_axes)
+    if not at_once:
+        grads = [r(g) for r, g in zip(reductions, grads, strict=True)]
+    grads = [g.astype(plan.precision.gradient(x.dtype)) for g, x in zip(grads, live, strict=True)]
+    loss, count, aux = over_devices(head, plan.zero_axes, plan.degree)
+    return Gradients(loss, count, aux, grads), token
+
+
+def _reduction(plan: Plan, leaf: ParamLeaf) -> Reduction:
+    dtype = plan.precision.communication or plan.precision.compute(leaf.dtype)
+    return Reduction(plan.grad_placement(leaf), np.dtype(dtype), plan.zero_axes)

@@ -1,0 +1,127 @@
+"""What enters the program on one device: lazy params, a slice of the batch, a key; checked against the plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from zeroj.errors import PlanError
+from zeroj.gather.interpret import Interpreter
+from zeroj.gather.lazy import Shard
+from zeroj.plan import tree
+from zeroj.plan.plan import ParamLeaf, Plan
+
+#: Elements gathered together unless the config says otherwise (DeepSpeed's stage3_prefetch_bucket_size).
+DEFAULT_BUCKET = 50_000_000
+#: Elements that may be gathered at a time unless the config says otherwise (stage3_max_live_parameters).
+DEFAULT_MAX_LIVE = 1_000_000_000
+
+
+def check_params(plan: Plan, params: Any) -> list[jax.Array]:
+    """The leaves of stored params, in the plan's order.
+
+    Raises:
+        PlanError: their tree or shapes are not those of the plan; lists every leaf that differs.
+    """
+    found, treedef = tree.flatten(params)
+    planned = {leaf.path: leaf for leaf in plan.leaves}
+    missing, extra = sorted(planned.keys() - found.keys()), sorted(found.keys() - planned.keys())
+    wrong = [
+        f"{path}: shape {found[path].shape}, but the plan stores {plan.param_placement(leaf).padded}"
+        for path, leaf in planned.items()
+        if path in found and found[path].shape != plan.param_placement(leaf).padded
+    ]
+    faults = [f"missing: {p}" for p in missing] + [f"not in the plan: {p}" for p in extra] + wrong
+    if faults:
+        raise PlanError(
+            "The params do not fit the plan:\n  - " + "\n  - ".join(faults) + "\n"
+            "Make the plan from these params, and bring them into its layout with plan.shard(params)."
+        )
+    if treedef != plan.treedef:
+        raise PlanError(f"The params have another tree type than the plan:\n  {treedef}\n  {plan.treedef}")
+    return [entry.value for entry in found.values()]
+
+
+def check_batch(plan: Plan, batch: Any, accumulation: int = 1) -> int:
+    """The global batch size.
+
+    Raises:
+        PlanError: leaves disagree on it, there is none, or devices x micro-batches do not divide it.
+    """
+    sizes = {path: leaf.shape[0] for path, leaf in tree.flatten(batch)[0].items() if leaf.shape}
+    if not sizes:
+        raise PlanError("The batch has no leaf with a batch dim (dim 0); every leaf is a scalar or missing.")
+    if len(set(sizes.values())) > 1:
+        raise PlanError(
+            f"Dim 0 of every leaf of the batch must be the global batch size, but they differ: {sizes}. "
+            "Broadcast what belongs to every example, or close over it in loss_fn."
+        )
+    size = next(iter(sizes.values()))
+    axes = " x ".join(f"{axis}={plan.mesh.shape[axis]}" for axis in plan.zero_axes)
+    if size % (plan.degree * accumulation):
+        small = (
+            f" The global batch must be at least {plan.degree * accumulation}: one example per device and "
+            "micro-batch. To put less than one example on a device, use a mesh with an axis that does not "
+            "split the batch, such as zj.make_mesh(local=1, model=8)."
+            if size < plan.degree * accumulation
+            else ""
+        )
+        raise PlanError(
+            f"The global batch size {size} (leaves: {sizes}) is not divisible by {plan.degree} devices "
+            f"({axes}) x {accumulation} micro-batches = {plan.degree * accumulation}.{small}"
+        )
+    return size
+
+
+def batch_specs(plan: Plan, batch: Any) -> Any:
+    """PartitionSpecs of a batch: dim 0 over the ZeRO axes, scalars whole."""
+    return jax.tree.map(lambda x: PartitionSpec(plan.zero_axes) if np.ndim(x) else PartitionSpec(), batch)
+
+
+def split_microbatches(batch: Any, accumulation: int) -> Any:
+    """This device's slice of the batch as (accumulation, micro-batch, ...); scalars are repeated."""
+
+    def split(x: jax.Array) -> jax.Array:
+        if not x.ndim:
+            return jnp.broadcast_to(x, (accumulation,))
+        return x.reshape(accumulation, x.shape[0] // accumulation, *x.shape[1:])
+
+    return jax.tree.map(split, batch)
+
+
+def microbatch_keys(plan: Plan, rng: jax.Array, accumulation: int) -> jax.Array:
+    """(accumulation,) keys, different on every device and for every micro-batch."""
+    device = jax.lax.axis_index(plan.zero_axes)
+    return jax.random.split(jax.random.fold_in(rng, device), accumulation)
+
+
+def whole_struct(plan: Plan, leaf: ParamLeaf) -> jax.ShapeDtypeStruct:
+    """A leaf as the loss sees it: the user's shape, the compute dtype."""
+    return jax.ShapeDtypeStruct(leaf.shape, plan.precision.compute(leaf.dtype))
+
+
+def lazy_leaves(plan: Plan, leaves: list[jax.Array]) -> list[Any]:
+    """Sharded leaves as lazy shards in the compute dtype; whole ones as they are, cast."""
+    out: list[Any] = []
+    for leaf, array in zip(plan.leaves, leaves, strict=True):
+        dtype = plan.precision.compute(leaf.dtype)
+        placement = plan.param_placement(leaf)
+        out.append(Shard(array, placement, dtype, leaf.path) if placement.sharded else array.astype(dtype))
+    return out
+
+
+def interpreter(plan: Plan) -> Interpreter:
+    """The walker of programs, with the plan's look-ahead and reuse settings."""
+    given = plan.zero.model_fields_set
+    bucket = plan.zero.stage3_prefetch_bucket_size if "stage3_prefetch_bucket_size" in given else None
+    live = plan.zero.stage3_max_live_parameters if "stage3_max_live_parameters" in given else None
+    reuse = plan.zero.stage3_max_reuse_distance if "stage3_max_reuse_distance" in given else 0
+    return Interpreter(
+        DEFAULT_BUCKET if bucket is None else int(bucket),
+        int(reuse or 0),
+        DEFAULT_MAX_LIVE if live is None else int(live),
+    )

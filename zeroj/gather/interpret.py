@@ -1,0 +1,210 @@
+"""Walks a traced program with sharded parameters: a table from the name of a primitive to a rule.
+
+The program is that of the loss *and its gradient*, so forward and backward uses of a parameter are seen
+alike, and nothing has to be differentiated here. A parameter enters as a lazy shard. An equation on lazy
+values alone stays lazy; one that also takes activations has its parameters gathered for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zeroj import _compat
+from zeroj.gather import lazy
+from zeroj.gather.reductions import ReductionPlan, Reductions, place_reductions
+from zeroj.gather.tokens import Gathers
+
+
+class Interpreter:
+    """Evaluates programs on a mix of lazy and ordinary values, inside ``shard_map``.
+
+    Args:
+        bucket: elements gathered together and ahead of their use (see :class:`Gathers`).
+        reuse: how many gathered elements later a whole parameter may be used again at top level.
+        max_live: elements that may be gathered at a time for a region that ``jax.checkpoint`` recomputes.
+    """
+
+    def __init__(self, bucket: int, reuse: int, max_live: int) -> None:
+        self.bucket = bucket
+        self.reuse = reuse
+        self.max_live = max_live
+        self.gathers = Gathers(bucket, reuse)
+
+    def run(self, program: _compat.Program, args: Sequence[Any], wanted: Reductions) -> list[Any]:
+        """Evaluates a program.
+
+        Args:
+            program: the program.
+            args: a value per input, lazy or not.
+            wanted: per output the reduction over devices that it needs, or None.
+
+        Returns:
+            A value per output, lazy where the output is made of parameters alone.
+        """
+        jaxpr = program.jaxpr
+        reductions = place_reductions(jaxpr, wanted)
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, program.consts))
+        env.update(zip(jaxpr.invars, args, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, _compat.Literal) else env[atom]
+
+        last = _last_uses(jaxpr)
+        for index, eqn in enumerate(jaxpr.eqns):
+            outs = self._equation(eqn, [read(v) for v in eqn.invars], reductions)
+            for var, out in zip(eqn.outvars, outs, strict=True):
+                reduction = reductions.at.get(var)
+                env[var] = reduction(self.force([out])[0]) if reduction else out
+            for var in last.get(index, ()):
+                env.pop(var, None)
+        outs = [read(v) for v in jaxpr.outvars]
+        return [
+            r(self.force([out])[0]) if r else out for out, r in zip(outs, reductions.at_exit, strict=True)
+        ]
+
+    def force(self, values: Sequence[Any]) -> list[Any]:
+        """Gathers and evaluates the lazy ones among ``values``; passes the others."""
+        self.gathers.issue([shard for value in values for shard in lazy.shards_of(value)])
+        return [lazy.evaluate(value, self.gathers.whole) for value in values]
+
+    def _equation(self, eqn: _compat.Eqn, operands: list[Any], reductions: ReductionPlan) -> list[Any]:
+        """Evaluates one equation by the rule for its primitive."""
+        inside = reductions.inside.get(id(eqn))
+        has_lazy = any(lazy.is_lazy(value) for value in operands)
+        if not has_lazy and inside is None:
+            return _compat.bind(eqn, operands)
+        rule = RULES.get(eqn.primitive.name)
+        if rule is not None:
+            with _compat.source_of(eqn):
+                return rule(self, eqn, operands, inside or [None] * len(eqn.outvars))
+        called = _compat.called_program(eqn)
+        if called is not None:
+            with _compat.source_of(eqn):
+                return self.run(called, operands, inside or [None] * len(eqn.outvars))
+        if _params_alone(eqn, operands):
+            return list(lazy.apply(eqn, operands))
+        return self.consume(eqn, operands)
+
+    def consume(self, eqn: _compat.Eqn, operands: list[Any]) -> list[Any]:
+        """Gathers what the equation needs, evaluates it, and lets go."""
+        lazies = [value for value in operands if lazy.is_lazy(value)]
+        with _compat.source_of(eqn):
+            self.gathers.issue([shard for value in lazies for shard in lazy.shards_of(value)])
+            at_hand = [i for i, v in enumerate(operands) if isinstance(v, jax.Array)]
+            held = dict(zip(at_hand, self.gathers.before_use([operands[i] for i in at_hand]), strict=True))
+            whole = [lazy.evaluate(held.get(i, v), self.gathers.whole) for i, v in enumerate(operands)]
+        return _compat.bind(eqn, whole)
+
+
+Rule = Callable[[Interpreter, _compat.Eqn, list[Any], Reductions], list[Any]]
+
+
+def _scan(self: Interpreter, eqn: _compat.Eqn, operands: list[Any], wanted: Reductions) -> list[Any]:
+    """Layers in a loop: stacks of shards go in, each iteration gathers its own slice.
+
+    Parameters that every iteration uses whole (the loop's constants) are gathered once, before it.
+    """
+    layout = _compat.scan_layout(eqn)
+    nc, nk = layout.num_consts, layout.num_carry
+    xs = operands[nc + nk :]
+    staying = [lazy.is_lazy(x) and lazy.sliceable(x) for x in xs]
+    ready = self.force(operands[: nc + nk] + [None if s else x for x, s in zip(xs, staying, strict=True)])
+    consts, init, whole_xs = ready[:nc], ready[nc : nc + nk], ready[nc + nk :]
+    shards = [s for x, stay in zip(xs, staying, strict=True) if stay for s in lazy.shards_of(x)]
+    stacks = {id(s.array): s for s in shards}
+    stacked_out: list[Any] = []
+
+    def body(carry: list[Any], sliced: tuple[list[Any], list[Any]]) -> tuple[list[Any], Any]:
+        plain_xs, shard_slices = sliced
+        slices = dict(zip(stacks, shard_slices, strict=True))
+        args = [lazy.slice_of(x, slices) if s else p for x, s, p in zip(xs, staying, plain_xs, strict=True)]
+        inner = Interpreter(self.bucket, self.reuse, self.max_live)
+        outs = inner.run(layout.body, [*consts, *carry, *args], wanted)
+        origin = {id(piece): stacks[key] for key, piece in slices.items()}
+        stacked_out[:] = [_restack(out, origin, layout.length) for out in outs[nk:]]
+        kept = [out for out, stack in zip(outs[nk:], stacked_out, strict=True) if stack is None]
+        forced = inner.force(outs[:nk] + kept)
+        return forced[:nk], (forced[nk:], inner.gathers.token())
+
+    carry, (ys, tokens) = jax.lax.scan(
+        body,
+        list(init),
+        (whole_xs, [s.array for s in stacks.values()]),
+        length=layout.length,
+        reverse=layout.reverse,
+        unroll=layout.unroll,
+    )
+    self.gathers.gate = self.gathers.gate + jnp.sum(tokens)
+    rest = iter(ys)
+    return [*carry, *(next(rest) if stack is None else stack for stack in stacked_out)]
+
+
+def _restack(out: Any, origin: dict[int, lazy.Shard], length: int) -> lazy.Stacked | None:
+    """A body's lazy output as a lazy stack; None if it must be stacked for real."""
+    if not lazy.is_lazy(out):
+        return None
+    shards = lazy.shards_of(out)
+    if not shards or any(id(s.array) not in origin for s in shards):
+        return None
+    stacks: dict[lazy.Shard, lazy.Lazy] = {}
+    for shard in shards:
+        outer = origin[id(shard.array)]
+        stacks[shard] = lazy.Shard(outer.array, outer.placement, shard.dtype, shard.path)
+    return lazy.Stacked(out, stacks, length)
+
+
+def _remat(self: Interpreter, eqn: _compat.Eqn, operands: list[Any], wanted: Reductions) -> list[Any]:
+    """A region that the backward pass recomputes.
+
+    Its activations go behind a barrier, as JAX itself does, or XLA would keep the forward's results instead.
+    Within the region a gathered parameter serves the recomputation and the backward alike.
+    """
+    called = _compat.called_program(eqn)
+    assert called is not None
+    self.gathers.enter_region([s for value in operands for s in lazy.shards_of(value)], self.max_live)
+    if eqn.params.get("differentiated"):
+        at_hand = [i for i, v in enumerate(operands) if isinstance(v, jax.Array)]
+        held = self.gathers.hold([operands[i] for i in at_hand])
+        for i, value in zip(at_hand, held, strict=True):
+            operands[i] = value
+    outs = self.run(called, operands, wanted)
+    self.gathers.leave_region()
+    return outs
+
+
+def _whole_first(self: Interpreter, eqn: _compat.Eqn, operands: list[Any], wanted: Reductions) -> list[Any]:
+    """Branches and loops whose course may differ between devices: no collective may stand inside them."""
+    assert not any(wanted)
+    return self.consume(eqn, operands)
+
+
+#: Primitive -> rule. What is not here is a call (walked into), lazy arithmetic, or a consumer.
+RULES: dict[str, Rule] = {
+    "scan": _scan,
+    "remat2": _remat,
+    "checkpoint": _remat,
+    "cond": _whole_first,
+    "while": _whole_first,
+}
+
+
+def _params_alone(eqn: _compat.Eqn, operands: list[Any]) -> bool:
+    """Whether the result depends on parameters and literals alone, so that it can wait for its use."""
+    literal = [isinstance(v, _compat.Literal) for v in eqn.invars]
+    return not eqn.effects and all(lazy.is_lazy(v) or lit for v, lit in zip(operands, literal, strict=True))
+
+
+def _last_uses(jaxpr: _compat.Jaxpr) -> dict[int, list[Any]]:
+    """Equation index -> variables that nothing reads after it."""
+    seen = {v for v in jaxpr.outvars if not isinstance(v, _compat.Literal)}
+    last: dict[int, list[Any]] = {}
+    for index in range(len(jaxpr.eqns) - 1, -1, -1):
+        for var in jaxpr.eqns[index].invars:
+            if not isinstance(var, _compat.Literal) and var not in seen:
+                seen.add(var)
+                last.setdefault(index, []).append(var)
+    return last

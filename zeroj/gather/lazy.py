@@ -1,0 +1,207 @@
+"""Values that are not there yet: a parameter's shard, and what is computed from parameters alone.
+
+A lazy value stands for a whole array of the traced program. It is gathered and evaluated where an equation
+with activations consumes it, and let go after that, so no full-size parameter outlives its use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zeroj import _compat
+from zeroj.plan.rules import Placement
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """A sharded array seen whole.
+
+    Attributes:
+        array: this device's shard.
+        placement: how it is sharded.
+        dtype: the dtype in which the program sees it; the cast happens before the gather.
+        path: the parameter's path, for messages.
+    """
+
+    array: jax.Array
+    placement: Placement
+    dtype: np.dtype
+    path: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The whole shape."""
+        return self.placement.shape
+
+    @property
+    def size(self) -> int:
+        """Number of elements of the whole."""
+        return int(np.prod(self.placement.shape, dtype=np.int64))
+
+
+@dataclass(frozen=True, eq=False)
+class Expr:
+    """Output ``index`` of an equation whose operands are lazy values, or values that are at hand."""
+
+    eqn: Any
+    operands: tuple[Any, ...]
+    index: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The whole shape."""
+        return tuple(self.eqn.outvars[self.index].aval.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype in which the program sees it."""
+        return self.eqn.outvars[self.index].aval.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Stacked:
+    """What a scan stacks when its body returns a lazy value: the body's value over stacks of its shards.
+
+    Attributes:
+        value: the lazy value of one iteration.
+        stacks: shard of the body -> the stack (itself lazy) that it was a slice of.
+        length: the number of iterations.
+    """
+
+    value: Lazy
+    stacks: Mapping[Shard, Lazy]
+    length: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The whole shape."""
+        return (self.length, *self.value.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype in which the program sees it."""
+        return self.value.dtype
+
+
+Lazy = Shard | Expr | Stacked
+
+
+def is_lazy(value: Any) -> bool:
+    """Whether ``value`` still has to be gathered."""
+    return isinstance(value, (Shard, Expr, Stacked))
+
+
+def shards_of(value: Any) -> list[Shard]:
+    """The shards that ``value`` is made from, each once, in order of first use."""
+    found: dict[Shard, None] = {}
+    _collect(value, found)
+    return list(found)
+
+
+def _collect(value: Any, found: dict[Shard, None]) -> None:
+    if isinstance(value, Shard):
+        found[value] = None
+    elif isinstance(value, Expr):
+        for operand in value.operands:
+            _collect(operand, found)
+    elif isinstance(value, Stacked):
+        for stack in value.stacks.values():
+            _collect(stack, found)
+
+
+def evaluate(value: Any, whole: Callable[[Shard], jax.Array]) -> Any:
+    """The array that a lazy value stands for.
+
+    Args:
+        value: a lazy value; anything else is returned as it is.
+        whole: gathers one shard.
+    """
+    return _evaluate(value, whole, {})
+
+
+def _evaluate(value: Any, whole: Callable[[Shard], jax.Array], done: dict[int, Any]) -> Any:
+    if not is_lazy(value):
+        return value
+    if id(value) not in done:
+        if isinstance(value, Shard):
+            done[id(value)] = whole(value)
+        elif isinstance(value, Expr):
+            operands = [_evaluate(operand, whole, done) for operand in value.operands]
+            done[id(value)] = _compat.bind(value.eqn, operands)[value.index]
+        else:
+            stacks = [_evaluate(stack, whole, done) for stack in value.stacks.values()]
+            done[id(value)] = _map(value, stacks)
+    return done[id(value)]
+
+
+def _map(value: Stacked, stacks: list[jax.Array]) -> jax.Array:
+    """Evaluates the body's value on every slice."""
+    bodies = list(value.stacks)
+
+    def one(slices: list[jax.Array]) -> jax.Array:
+        return evaluate(value.value, dict(zip(bodies, slices, strict=True)).__getitem__)
+
+    return jax.lax.map(one, stacks)
+
+
+#: Equations that act on each element of their operand alone, and so commute with slicing a stack.
+ELEMENTWISE = frozenset({"convert_element_type", "neg", "copy", "stop_gradient", "reduce_precision"})
+
+
+def sliceable(value: Any) -> bool:
+    """Whether one slice along dim 0 can be had from slices of the shards alone."""
+    if isinstance(value, Shard):
+        return bool(value.shape) and all(dim > 0 for dim, _ in value.placement.dims)
+    if isinstance(value, Stacked):
+        return all(sliceable(stack) for stack in value.stacks.values())
+    if isinstance(value, Expr):
+        return value.eqn.primitive.name in ELEMENTWISE and sliceable(value.operands[0])
+    return False
+
+
+def slice_of(value: Lazy, slices: Mapping[int, jax.Array]) -> Lazy:
+    """One slice along dim 0 of a :func:`sliceable` value.
+
+    Args:
+        value: the stack.
+        slices: id of a shard's array -> the slice of it.
+    """
+    if isinstance(value, Shard):
+        return Shard(slices[id(value.array)], value.placement.without_dim0(), value.dtype, value.path)
+    if isinstance(value, Expr):
+        return Expr(value.eqn, (slice_of(value.operands[0], slices),), value.index)
+    parts = {body: slice_of(stack, slices) for body, stack in value.stacks.items()}
+    return substitute(value.value, parts)
+
+
+def substitute(value: Any, parts: Mapping[Shard, Any]) -> Any:
+    """``value`` with its shards replaced."""
+    if isinstance(value, Shard):
+        return parts.get(value, value)
+    if isinstance(value, Expr):
+        return Expr(value.eqn, tuple(substitute(o, parts) for o in value.operands), value.index)
+    if isinstance(value, Stacked):
+        stacks = {body: substitute(stack, parts) for body, stack in value.stacks.items()}
+        return Stacked(value.value, stacks, value.length)
+    return value
+
+
+def apply(eqn: Any, operands: list[Any]) -> list[Lazy]:
+    """The lazy outputs of an equation on lazy operands.
+
+    A narrowing cast of a bare shard moves before the gather: the same values, in fewer bytes on the wire.
+    """
+    (first, *_) = operands
+    if eqn.primitive.name == "convert_element_type" and isinstance(first, Shard):
+        new = np.dtype(eqn.params["new_dtype"])
+        floats = jnp.issubdtype(new, jnp.floating) and jnp.issubdtype(first.dtype, jnp.floating)
+        if floats and new.itemsize <= first.dtype.itemsize:
+            array = first.array if first.array.dtype == first.dtype else first.array.astype(first.dtype)
+            return [Shard(array, first.placement, new, first.path)]
+    return [Expr(eqn, tuple(operands), index) for index in range(len(eqn.outvars))]

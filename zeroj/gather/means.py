@@ -1,0 +1,103 @@
+"""Means over micro-batches and devices: sums of totals by sums of counts, never means of means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zeroj.gather.loss import LossOut, Mean
+
+#: Runs one micro-batch: (micro-batch, key) -> (loss, gradients, token).
+OneMicrobatch = Callable[[Any, jax.Array], tuple[LossOut, list[jax.Array], jax.Array]]
+
+
+def accumulate(
+    one: OneMicrobatch, batches: Any, keys: jax.Array, accumulation: int, axes: tuple[str, ...]
+) -> tuple[LossOut, list[jax.Array], jax.Array]:
+    """Runs the micro-batches one after the other and averages them.
+
+    A micro-batch's gradient is that of its own mean over all devices; one with a count weighs as much as it
+    counts, so that tokens, not micro-batches, are equal. Without valid tokens at all, the gradient is zero.
+
+    Args:
+        one: runs one micro-batch.
+        batches: leaves of shape (accumulation, micro-batch, ...).
+        keys: (accumulation,) keys.
+        accumulation: the number of micro-batches.
+        axes: the ZeRO axes.
+
+    Returns:
+        This device's loss (its total and count summed, or a plain mean), the averaged gradients, a token.
+    """
+
+    def weighted(micro: Any, key: jax.Array) -> Any:
+        head, grads, token = one(micro, key)
+        head = _summable(head)
+        if head.count is None or accumulation == 1:
+            return head, grads, token, jnp.float32(1)
+        weight = jax.lax.psum(head.count, axes)
+        return head, [g * weight.astype(g.dtype) for g in grads], token, weight
+
+    first = jax.tree.map(lambda x: x[0], batches)
+    if accumulation == 1:
+        head, grads, token, _ = weighted(first, keys[0])
+        return head, grads, token
+    shapes = jax.eval_shape(weighted, first, keys[0])
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    total, _ = jax.lax.scan(
+        lambda carry, x: (jax.tree.map(jnp.add, carry, weighted(*x)), None), zeros, (batches, keys)
+    )
+    head, grads, token, weight = total
+    mean = head.total / accumulation if head.count is None else head.total
+    aux = _map_aux(head.aux, lambda x: x / accumulation if _floating(x) else x, lambda mean: mean)
+    return LossOut(mean, head.count, aux), [g / _nonzero(weight).astype(g.dtype) for g in grads], token
+
+
+def over_devices(
+    head: LossOut, axes: tuple[str, ...], degree: int
+) -> tuple[jax.Array, jax.Array | None, Any]:
+    """(loss, count, aux) over all devices: fp32 mean, the sum of counts or None, and the reduced aux."""
+    head = _summable(head)
+    count = None if head.count is None else jax.lax.psum(head.count, axes)
+    loss = jax.lax.psum(head.total, axes) / (degree if count is None else _nonzero(count))
+
+    def plain(x: jax.Array) -> jax.Array:
+        total = jax.lax.psum(x, axes)
+        return total / degree if _floating(x) else total
+
+    def exact(mean: Mean) -> jax.Array:
+        return jax.lax.psum(mean.total, axes) / _nonzero(jax.lax.psum(mean.count, axes))
+
+    return loss, count, _map_aux(head.aux, plain, exact)
+
+
+def _summable(head: LossOut) -> LossOut:
+    """The same in dtypes whose sums over micro-batches and devices are exact enough: fp32 and int32."""
+    aux = _map_aux(
+        head.aux, _wide, lambda mean: Mean(_wide(jnp.asarray(mean.total)), jnp.float32(mean.count))
+    )
+    return LossOut(_wide(head.total), head.count, aux)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    if _floating(x):
+        return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
+
+
+def _map_aux(aux: Any, plain: Callable[[Any], Any], mean: Callable[[Mean], Any]) -> Any:
+    def one(leaf: Any) -> Any:
+        return mean(leaf) if isinstance(leaf, Mean) else plain(jnp.asarray(leaf))
+
+    return jax.tree.map(one, aux, is_leaf=lambda x: isinstance(x, Mean))
+
+
+def _floating(x: jax.Array) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def _nonzero(count: jax.Array) -> jax.Array:
+    return jnp.where(count > 0, count, 1.0)

@@ -1,0 +1,107 @@
+"""When a shard is gathered: one bucket of parameters ahead of its use, and never further.
+
+XLA may start an all-gather as soon as its operand is ready, and parameters are ready from the beginning: left
+alone it may gather everything at once, or merge the gathers of the forward and of the backward pass. A token,
+a scalar threaded through optimization barriers, orders them: the gathers of a bucket wait until the first use
+of the bucket before is about to start. Every output of a barrier must be used, or XLA drops the barrier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from zeroj.collectives import plain
+from zeroj.gather.lazy import Shard
+
+
+class Gathers:
+    """The gathers of one straight piece of program: issued in order, remembered while they may be reused.
+
+    Args:
+        bucket: elements that are gathered together, one bucket ahead of their use.
+        reuse: a whole parameter is used again, rather than gathered again, while at most this many elements
+            were gathered since; 0 means only within its bucket.
+    """
+
+    def __init__(self, bucket: int, reuse: int = 0) -> None:
+        self.bucket = bucket
+        self.reuse = reuse
+        self.gate = jnp.zeros((), jnp.float32)
+        self.ready = jnp.zeros((), jnp.float32)
+        self._total = 0
+        self._in_bucket = 0
+        self._opens = False
+        self._outer_reuse = reuse
+        self._whole: dict[tuple[int, str], tuple[int, Shard, jax.Array]] = {}
+
+    def issue(self, shards: Sequence[Shard]) -> None:
+        """Gathers those of ``shards`` that are not at hand."""
+        new = {_key(s): s for s in shards if _key(s) not in self._whole}
+        if not new:
+            return
+        size = sum(shard.size for shard in new.values())
+        if self._total == 0 or self._in_bucket + size > self.bucket:
+            self._open()
+        self._total += size
+        self._in_bucket += size
+        arrays, self.gate = jax.lax.optimization_barrier(
+            ([s.array.astype(s.dtype) for s in new.values()], self.gate)
+        )
+        for (key, shard), array in zip(new.items(), arrays, strict=True):
+            self._whole[key] = (self._total, shard, plain.gather(array, shard.placement))
+
+    def before_use(self, values: Sequence[jax.Array]) -> list[jax.Array]:
+        """Marks the start of the first use in a bucket; the next bucket's gathers wait for ``values``."""
+        return self.hold(values) if self._opens and values else list(values)
+
+    def hold(self, values: Sequence[jax.Array]) -> list[jax.Array]:
+        """Puts ``values`` behind a barrier, and the next bucket's gathers behind ``values``."""
+        self._opens = False
+        held, self.ready = jax.lax.optimization_barrier((list(values), self.ready))
+        return held
+
+    def enter_region(self, shards: Sequence[Shard], max_live: int) -> None:
+        """Starts a region that shares its gathered parameters, and no others.
+
+        Args:
+            shards: all shards that the region may use. They are gathered at once, ahead of the region's
+                activations, if twice their size is at most ``max_live`` (this region and the next are alive
+                together), otherwise bucket by bucket.
+            max_live: in elements.
+        """
+        self._outer_reuse, self.reuse, self._whole = self.reuse, max_live, {}
+        if shards:
+            self._open()
+            if 2 * sum(shard.size for shard in shards) <= max_live:
+                self._in_bucket = -max_live
+                self.issue(shards)
+
+    def leave_region(self) -> None:
+        """Ends the region: nothing that it gathered is used again."""
+        self.reuse, self._whole = self._outer_reuse, {}
+        if self._total:
+            self._open()
+
+    def whole(self, shard: Shard) -> jax.Array:
+        """The gathered parameter. It must have been issued."""
+        return self._whole[_key(shard)][2]
+
+    def token(self) -> jax.Array:
+        """A zero that depends on every barrier; it must reach an output of the program."""
+        return self.gate + self.ready
+
+    def _open(self) -> None:
+        """Starts a bucket: its gathers wait for the first use of the bucket before."""
+        self.gate = self.gate + self.ready
+        self.ready = self.gate
+        self._in_bucket = 0
+        self._opens = True
+        kept = {k: v for k, v in self._whole.items() if self.reuse and self._total - v[0] <= self.reuse}
+        self._whole = kept
+
+
+def _key(shard: Shard) -> tuple[int, str]:
+    return id(shard.array), str(shard.dtype)

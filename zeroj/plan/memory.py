@@ -1,0 +1,142 @@
+"""Bytes of state per device, host and disk, in closed form from a plan; and the plan as a table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from zeroj.plan.rules import Placement
+
+if TYPE_CHECKING:
+    from zeroj.plan.plan import Plan
+
+#: How many leaves ``print(plan)`` lists: the largest ones; ``plan_table(plan, limit=None)`` lists all.
+TABLE_ROWS = 40
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes of a training run's state. Activations and temporaries are not in it: compile the step for those.
+
+    Attributes:
+        device: part -> bytes on each device: "params", "master", "opt_state", "grads", "accumulator".
+        host: part -> bytes in each host's memory.
+        nvme: part -> bytes on each host's disk.
+        whole: part -> bytes the same part would take unsharded on one device.
+    """
+
+    device: Mapping[str, int]
+    host: Mapping[str, int] = field(default_factory=dict)
+    nvme: Mapping[str, int] = field(default_factory=dict)
+    whole: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def device_total(self) -> int:
+        """All bytes of state on one device."""
+        return sum(self.device.values())
+
+    @property
+    def resident(self) -> int:
+        """Bytes on one device between steps: params, master and optimizer state, without gradients."""
+        return sum(self.device[part] for part in ("params", "master", "opt_state"))
+
+    def __str__(self) -> str:
+        rows = [f"{'part':<12} {'bytes/device':>16} {'unsharded':>16}"]
+        for part, count in self.device.items():
+            rows.append(f"{part:<12} {show_bytes(count):>16} {show_bytes(self.whole.get(part, 0)):>16}")
+        rows.append(
+            f"{'total':<12} {show_bytes(self.device_total):>16} {show_bytes(sum(self.whole.values())):>16}"
+        )
+        for where, parts in (("host", self.host), ("nvme", self.nvme)):
+            rows += [f"{part:<12} {show_bytes(count):>16} on each {where}" for part, count in parts.items()]
+        return "\n".join(rows)
+
+
+def memory_report(plan: Plan) -> MemoryReport:
+    """The exact bytes of state under ``plan``, from shapes alone."""
+    live = [leaf for leaf in plan.leaves if leaf.trainable]
+    accumulates = plan.stage.accumulator
+    policy = plan.precision
+    parts: dict[str, list[tuple[Placement, np.dtype]]] = {
+        "params": [(plan.param_placement(leaf), plan.param_dtype(leaf)) for leaf in plan.leaves],
+        "master": [(plan.master_placement(leaf), policy.master(leaf.dtype)) for leaf in live]
+        if plan.has_master
+        else [],
+        "opt_state": [(leaf.placement, leaf.dtype) for leaf in plan.state_leaves],
+        "grads": [(plan.grad_placement(leaf), policy.gradient(leaf.dtype)) for leaf in live],
+        "accumulator": [
+            (leaf.placement if accumulates else leaf.placement.whole(), policy.accumulator(leaf.dtype))
+            for leaf in live
+        ],
+    }
+    shards = {part: sum(shard_bytes(plan, p, d) for p, d in rows) for part, rows in parts.items()}
+    whole = {part: sum(math.prod(p.shape) * d.itemsize for p, d in rows) for part, rows in parts.items()}
+    return MemoryReport(device=shards, whole=whole)
+
+
+def shard_bytes(plan: Plan, placement: Placement, dtype: np.dtype) -> int:
+    """Bytes of one leaf on one device."""
+    parts = math.prod(plan.mesh.shape[axis] for axis in placement.axes)
+    for axes in placement.model:
+        parts *= math.prod(plan.mesh.shape[axis] for axis in axes or ())
+    return math.prod(placement.padded) * np.dtype(dtype).itemsize // parts
+
+
+def plan_table(plan: Plan, limit: int | None = TABLE_ROWS) -> str:
+    """The plan as text: for each leaf shape, dtype, where it lives, bytes per device, and why it is whole."""
+    stage, memory = plan.stage, memory_report(plan)
+    where = lambda sharded: "sharded" if sharded else "whole"  # noqa: E731
+    axes = ", ".join(f"{axis}={plan.mesh.shape[axis]}" for axis in plan.mesh.axis_names)
+    head = [
+        f"ZeRO stage {plan.zero.stage} on mesh ({axes}), N = {plan.degree} over {'/'.join(plan.zero_axes)}, "
+        f"{plan.precision.name}",
+        f"params {where(stage.params)}, gradients {where(stage.grads)}, optimizer state "
+        f"{where(stage.opt_state)}; leaves of at most {plan.threshold} elements stay whole",
+    ]
+    order = sorted(plan.leaves, key=lambda leaf: -math.prod(leaf.shape))
+    shown = order if limit is None else order[:limit]
+    rows = [("leaf", "shape", "dtype", "shard", "bytes/device", "note")]
+    for leaf in shown:
+        size = shard_bytes(plan, plan.param_placement(leaf), plan.param_dtype(leaf))
+        spec = str(leaf.placement.spec).removeprefix("PartitionSpec") if leaf.placement.sharded else "whole"
+        note = leaf.placement.note + (
+            "" if leaf.trainable else "; frozen" if leaf.placement.note else "frozen"
+        )
+        rows.append((leaf.path, str(leaf.shape), str(leaf.dtype), spec, show_bytes(size), note))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    lines = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[-1]]) for row in rows]
+    rest = order[len(shown) :]
+    if rest:
+        size = sum(shard_bytes(plan, plan.param_placement(x), plan.param_dtype(x)) for x in rest)
+        lines.append(f"... and {len(rest)} smaller leaves, {show_bytes(size)} per device")
+    return "\n".join([*head, "", *lines, "", str(memory), *_whole_note(plan)])
+
+
+def _whole_note(plan: Plan) -> list[str]:
+    """What stayed whole at a sharded stage, and a warning when it costs."""
+    if not plan.stage.opt_state or plan.degree == 1:
+        return []
+    whole = [leaf for leaf in plan.leaves if not leaf.placement.sharded]
+    count = sum(math.prod(leaf.shape) for leaf in whole)
+    total = sum(math.prod(leaf.shape) for leaf in plan.leaves)
+    if not count:
+        return []
+    share = count * plan.degree / max(total, 1)
+    text = f"{len(whole)} leaves ({count} elements) stay whole: {share:.1%} of total / N"
+    return [
+        text
+        + (". WARNING: lower stage3_param_persistence_threshold" if share > 0.05 and count > 1024 else "")
+    ]
+
+
+def show_bytes(count: float) -> str:
+    """Bytes as people read them, in powers of 1024."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    return f"{count:.2f} TiB"

@@ -1,0 +1,297 @@
+"""The plan: where every array of a training run lives, as data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zeroj.config.zero import Zero
+from zeroj.errors import PlanError
+from zeroj.plan import tree
+from zeroj.plan.mesh import zero_axes_of
+from zeroj.plan.precision import Precision, make_precision
+from zeroj.plan.rules import Placement, auto_threshold, place
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one ZeRO stage shards. True: each device holds its part; False: each device holds the whole."""
+
+    params: bool
+    grads: bool
+    accumulator: bool
+    opt_state: bool
+
+
+#: The stage table of ZeRO (arXiv 1910.02054, section 5). ``grads`` is what leaves the last micro-batch,
+#: ``accumulator`` what the micro-batches before it add up in.
+STAGES = {
+    0: Stage(params=False, grads=False, accumulator=False, opt_state=False),
+    1: Stage(params=False, grads=True, accumulator=False, opt_state=True),
+    2: Stage(params=False, grads=True, accumulator=True, opt_state=True),
+    3: Stage(params=True, grads=True, accumulator=True, opt_state=True),
+}
+
+
+@dataclass(frozen=True)
+class ParamLeaf:
+    """One leaf of params: the user's view of it, and its shard.
+
+    Attributes:
+        path: its path in the user's tree, such as "blocks/0/kernel".
+        keys: the same path as JAX key entries.
+        dtype: the user's dtype.
+        placement: where its shard lives, wherever the stage shards it.
+        trainable: whether it has a gradient and optimizer state.
+    """
+
+    path: str
+    keys: tuple[Any, ...]
+    dtype: np.dtype
+    placement: Placement
+    trainable: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The user's shape."""
+        return self.placement.shape
+
+
+@dataclass(frozen=True)
+class StateLeaf:
+    """One leaf of the optimizer's state: ``of`` is the path of the param that it mirrors, or empty."""
+
+    path: str
+    dtype: np.dtype
+    placement: Placement
+    of: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where every array lives: the mesh, the stage, the dtypes and one placement per leaf.
+
+    Build it with :func:`make_plan`. ``print(plan)`` shows it as a table, ``plan.memory()`` its bytes.
+    """
+
+    mesh: Mesh
+    zero: Zero
+    zero_axes: tuple[str, ...]
+    precision: Precision
+    threshold: int
+    leaves: tuple[ParamLeaf, ...]
+    treedef: Any
+    state_leaves: tuple[StateLeaf, ...]
+    state_treedef: Any
+    concrete_init: bool = False
+
+    @property
+    def stage(self) -> Stage:
+        """The row of the stage table."""
+        return STAGES[self.zero.stage]
+
+    @cached_property
+    def degree(self) -> int:
+        """N: how many devices share the state, and among how many the batch is split."""
+        return math.prod(self.mesh.shape[a] for a in self.zero_axes)
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the optimizer's state holds an fp32 master (at stage 3 the params themselves are it)."""
+        return self.precision.half and not self.stage.params
+
+    # -- placements, in the order of ``leaves`` ----------------------------------------------------
+
+    def param_placement(self, leaf: ParamLeaf) -> Placement:
+        """Where the stored param lives."""
+        return leaf.placement if self.stage.params else leaf.placement.whole()
+
+    def grad_placement(self, leaf: ParamLeaf) -> Placement:
+        """Where the reduced gradient lives."""
+        return leaf.placement if self.stage.grads else leaf.placement.whole()
+
+    def master_placement(self, leaf: ParamLeaf) -> Placement:
+        """Where the fp32 master, and all that mirrors the param in the optimizer's state, lives."""
+        return leaf.placement if self.stage.opt_state else leaf.placement.whole()
+
+    def param_dtype(self, leaf: ParamLeaf) -> np.dtype:
+        """The dtype of the stored param: the master's where params are sharded, else the compute dtype."""
+        keep_master = self.stage.params and leaf.trainable
+        return self.precision.master(leaf.dtype) if keep_master else self.precision.compute(leaf.dtype)
+
+    def master_dtype(self, leaf: ParamLeaf) -> np.dtype:
+        """The dtype of what the optimizer updates. Frozen leaves have no master: they are stored as computed."""
+        kept = self.precision.master if leaf.trainable else self.precision.compute
+        return kept(leaf.dtype)
+
+    # -- pytrees ------------------------------------------------------------------------------------
+
+    def sharding(self, placement: Placement) -> NamedSharding:
+        """The NamedSharding of one placement."""
+        return NamedSharding(self.mesh, placement.spec)
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """The sharding of what every device holds whole: counters, scales, keys."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def params(self) -> Any:
+        """The params' tree of NamedSharding."""
+        return self._tree(lambda leaf: self.sharding(self.param_placement(leaf)))
+
+    @property
+    def grads(self) -> Any:
+        """The gradients' tree of NamedSharding. Frozen leaves have None."""
+        return self._tree(lambda leaf: self.sharding(self.grad_placement(leaf)) if leaf.trainable else None)
+
+    @property
+    def opt_state(self) -> Any:
+        """The tree of NamedSharding of the wrapped optimizer's state."""
+        return jax.tree.map(lambda s: s.sharding, self.opt_state_struct())
+
+    def params_struct(self) -> Any:
+        """The stored params as ShapeDtypeStructs with shardings."""
+        return self._tree(lambda leaf: self._struct(self.param_placement(leaf), self.param_dtype(leaf)))
+
+    def user_struct(self) -> Any:
+        """The params as the user gave them: ShapeDtypeStructs in the user's shapes and dtypes."""
+        return self._tree(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+
+    def opt_state_struct(self) -> tree.ZeroOptState:
+        """The wrapped optimizer's state as ShapeDtypeStructs with shardings."""
+        inner = [self._struct(leaf.placement, leaf.dtype) for leaf in self.state_leaves]
+        master: Any = ()
+        if self.has_master:
+            master = tree.trainable_only(self, self._tree(self._master_struct))
+        return tree.ZeroOptState(master, jax.tree.unflatten(self.state_treedef, inner))
+
+    def _master_struct(self, leaf: ParamLeaf) -> jax.ShapeDtypeStruct:
+        return self._struct(self.master_placement(leaf), self.master_dtype(leaf))
+
+    def _struct(self, placement: Placement, dtype: np.dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(placement.padded, dtype, sharding=self.sharding(placement))
+
+    def _tree(self, make: Callable[[ParamLeaf], Any]) -> Any:
+        return jax.tree.unflatten(self.treedef, [make(leaf) for leaf in self.leaves])
+
+    # -- for people -----------------------------------------------------------------------------------
+
+    def memory(self) -> Any:
+        """Bytes per device, per host and on disk, by part: a :class:`zeroj.MemoryReport`."""
+        from zeroj.plan.memory import memory_report  # what stands right of the plan reads it, not the reverse
+
+        return memory_report(self)
+
+    def __str__(self) -> str:
+        from zeroj.plan.memory import plan_table
+
+        return plan_table(self)
+
+
+def make_plan(
+    params: Any,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    zero: Zero | Mapping[str, Any] | None = None,
+    *,
+    precision: str | Precision = "fp32",
+    trainable: Any = None,
+    zero_axes: tuple[str, ...] | None = None,
+    scanned: Any = None,
+) -> Plan:
+    """Decides where every array of a training run lives. Allocates nothing of the model.
+
+    Args:
+        params: the user's tree of arrays or ``jax.ShapeDtypeStruct`` (dict, linen, ``nnx.State``, any pytree).
+            Leaves that already are sharded on axes of ``mesh`` other than the ZeRO axes keep that (tensor
+            parallelism).
+        tx: the optax optimizer, not wrapped.
+        mesh: the device mesh.
+        zero: the "zero_optimization" section as :class:`zeroj.Zero` or a dict; left out, stage 0.
+        precision: "fp32", "bf16", "fp16" or a :class:`Precision`.
+        trainable: a tree of booleans like ``params`` or a predicate of (path, leaf); left out, every floating
+            leaf is trainable. Integer and boolean leaves never are.
+        zero_axes: the axes to shard over; left out, those of "node" and "local" that the mesh has.
+        scanned: a predicate of a leaf's path, or a collection of path prefixes: leaves whose dim 0 is a stack
+            that a ``lax.scan`` runs over; that dim is then never sharded. Left out, a first dim of at most 128
+            is sharded only if no other will do.
+
+    Returns:
+        The plan.
+
+    Raises:
+        PlanError: what was given does not fit together; every fault is listed.
+
+    Example:
+        >>> plan = zj.make_plan(params, optax.adamw(1e-3), zj.make_mesh(), zj.Zero(stage=3))
+    """
+    zero = Zero() if zero is None else zero if isinstance(zero, Zero) else Zero(**dict(zero))
+    policy = precision if isinstance(precision, Precision) else make_precision(precision)
+    _check_tx(tx)
+    axes = zero_axes_of(mesh, zero_axes)
+    mesh = tree.auto_mesh(mesh)
+    flat, treedef = tree.flatten(params)
+    trains = tree.trainable_flags(params, flat, trainable)
+    is_stack = tree.path_predicate(scanned)
+    sizes = {axis: mesh.shape[axis] for axis in axes}
+    threshold = _threshold(zero, [leaf.size for leaf in flat.values()], math.prod(sizes.values()))
+    leaves = tuple(
+        ParamLeaf(
+            path,
+            leaf.keys,
+            np.dtype(leaf.dtype),
+            place(
+                leaf.shape,
+                sizes,
+                threshold=threshold,
+                scanned=(0,) if is_stack(path) else (),
+                model=tree.model_axes(leaf.sharding, axes, len(leaf.shape)),
+            ),
+            flag,
+        )
+        for (path, leaf), flag in zip(flat.items(), trains, strict=True)
+    )
+    plan = Plan(mesh, zero, axes, policy, threshold, leaves, treedef, (), None)
+    return _with_state(plan, tx)
+
+
+def _with_state(plan: Plan, tx: optax.GradientTransformation) -> Plan:
+    """Adds the layout of the optimizer's state, found from paths and shapes."""
+    masters = plan._tree(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, plan.precision.master(leaf.dtype)))
+    shapes, concrete = tree.abstract_init(tx, tree.trainable_only(plan, masters))
+    flat, treedef = tree.flatten(shapes)
+    by_keys = {leaf.keys: leaf for leaf in plan.leaves if leaf.trainable}
+    sizes = {axis: plan.mesh.shape[axis] for axis in plan.zero_axes}
+    state_leaves = []
+    for path, entry in flat.items():
+        param = tree.mirrored(entry.keys, by_keys)
+        if param is not None and param.shape == entry.shape:
+            placement, of = plan.master_placement(param), param.path
+        else:
+            placement, of = place(entry.shape, sizes, threshold=plan.threshold), ""
+            placement = placement if plan.stage.opt_state else placement.whole()
+        state_leaves.append(StateLeaf(path, np.dtype(entry.dtype), placement, of))
+    return replace(plan, state_leaves=tuple(state_leaves), state_treedef=treedef, concrete_init=concrete)
+
+
+def _threshold(zero: Zero, sizes: list[int], degree: int) -> int:
+    """The persistence threshold: what the user set, or what keeps whole leaves cheap."""
+    given = zero.stage3_param_persistence_threshold
+    return auto_threshold(sizes, degree) if given is None else int(given)
+
+
+def _check_tx(tx: Any) -> None:
+    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        raise PlanError(
+            f"tx must be an optax.GradientTransformation (with init and update), not {type(tx).__name__}. "
+            "A schedule or an nnx.Optimizer is not one: pass the optax object that it was made from."
+        )

@@ -1,0 +1,218 @@
+"""The state of a training run, born where the plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from zeroj.collectives import plain
+from zeroj.errors import PlanError
+from zeroj.config.precision import LossScale
+from zeroj.gather.inputs import check_params
+from zeroj.optimizer.zero import first_state, masters_of, params_from_masters, wrap_optimizer
+from zeroj.plan import tree
+from zeroj.plan.plan import ParamLeaf, Plan
+from zeroj.plan.rules import Placement
+from zeroj.plan.tree import ZeroOptState
+from zeroj.step.precision import ScaleState, default_scaling, init_scale
+
+
+class TrainState(NamedTuple):
+    """Everything that a step changes.
+
+    Attributes:
+        params: the stored params, as ``plan.params`` says.
+        opt_state: the wrapped optimizer's state.
+        step: int32 scalar, successful updates so far.
+        skipped: int32 scalar, updates skipped so far.
+        scale: the loss scaler's state.
+        rng: the key from which every step's key is folded.
+    """
+
+    params: Any
+    opt_state: ZeroOptState
+    step: jax.Array
+    skipped: jax.Array
+    scale: ScaleState
+    rng: jax.Array
+
+
+def shard_params(plan: Plan, params: Any) -> Any:
+    """Brings params in the user's shapes into the plan's layout, leaf by leaf, without a whole device copy.
+
+    Args:
+        plan: the plan.
+        params: the user's tree of numpy or jax arrays, or params that already are in the plan's layout.
+
+    Returns:
+        Stored params: padded, cast and sharded.
+
+    Raises:
+        PlanError: the tree or shapes are not those of the plan.
+    """
+    values = _user_values(plan, params)
+    return plan.treedef.unflatten(
+        [
+            _place(plan, leaf, value, plan.param_placement(leaf), plan.param_dtype(leaf))
+            for leaf, value in zip(plan.leaves, values, strict=True)
+        ]
+    )
+
+
+def init_state(
+    params_or_init_fn: Any,
+    tx: optax.GradientTransformation,
+    plan: Plan,
+    *,
+    rng: jax.Array | int = 0,
+    loss_scale: LossScale | None = None,
+) -> TrainState:
+    """The first state of a run, every array born in its place.
+
+    Args:
+        params_or_init_fn: the user's params, or a function of nothing that makes them: it is compiled with the
+            plan's shardings, so nothing is ever whole on one device.
+        tx: the optax optimizer, bare or wrapped.
+        plan: the plan.
+        rng: a key or a seed for the steps' randomness.
+        loss_scale: the loss scaler's settings; left out, dynamic for fp16 and none otherwise.
+
+    Returns:
+        The state.
+
+    Raises:
+        PlanError: the params do not fit the plan; lists every leaf that differs.
+
+    Example:
+        >>> state = zj.init_state(lambda: model.init(key, x), tx, plan)
+    """
+    wrapped = wrap_optimizer(tx, plan)
+    struct = abstract_state(tx, plan, loss_scale=loss_scale)
+    shardings = jax.tree.map(lambda s: s.sharding, struct)
+    if callable(params_or_init_fn):
+        masters = _born(plan, params_or_init_fn)
+    else:
+        masters = [
+            _place(plan, leaf, value, plan.master_placement(leaf), plan.master_dtype(leaf))
+            for leaf, value in zip(plan.leaves, _user_values(plan, params_or_init_fn), strict=True)
+        ]
+    opt_state = _first_opt_state(wrapped, plan, masters, shardings.opt_state)
+    params = jax.jit(partial(params_from_masters, plan), out_shardings=shardings.params)(masters)
+    key = jax.random.key(rng) if isinstance(rng, int) else rng
+    small = (jnp.int32(0), jnp.int32(0), init_scale(loss_scale or default_scaling(plan.precision.name)), key)
+    step, skipped, scale, key = jax.device_put(small, jax.tree.map(lambda _: plan.replicated, small))
+    return TrainState(params, opt_state, step, skipped, scale, key)
+
+
+def abstract_state(
+    tx: optax.GradientTransformation, plan: Plan, *, loss_scale: LossScale | None = None
+) -> TrainState:
+    """The state as ShapeDtypeStructs with shardings: what ``step.lower`` takes, with nothing allocated."""
+    wrap_optimizer(tx, plan)  # raises where tx is not the plan's
+    scale = init_scale(loss_scale or default_scaling(plan.precision.name))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+
+    def whole(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=plan.replicated)
+
+    counter = whole(np.int32(0))
+    return TrainState(
+        plan.params_struct(),
+        plan.opt_state_struct(),
+        counter,
+        counter,
+        jax.tree.map(whole, scale),
+        whole(key),
+    )
+
+
+def full_params(state: TrainState | Any, plan: Plan) -> Any:
+    """The user's own tree: user shapes and dtypes, whole, as numpy arrays on the host.
+
+    Where there is an fp32 master, its values are returned. Every process must call it; each gets the whole.
+
+    Args:
+        state: a :class:`TrainState`, or stored params.
+        plan: the plan.
+    """
+    params = state.params if isinstance(state, TrainState) else state
+    values = check_params(plan, params)
+    placements = [plan.param_placement(leaf) for leaf in plan.leaves]
+    if isinstance(state, TrainState) and plan.has_master:
+        masters = plan.treedef.flatten_up_to(state.opt_state.master)
+        for i, leaf in enumerate(plan.leaves):
+            if leaf.trainable:
+                values[i], placements[i] = masters[i], plan.master_placement(leaf)
+    whole = [
+        _fetch(plan, value)[tuple(slice(0, n) for n in placement.shape)].astype(leaf.dtype)
+        for value, placement, leaf in zip(values, placements, plan.leaves, strict=True)
+    ]
+    return plan.treedef.unflatten(whole)
+
+
+def _fetch(plan: Plan, value: jax.Array) -> np.ndarray:
+    """One array, whole, on this host, whichever processes hold its shards."""
+    if not value.is_fully_addressable and not value.is_fully_replicated:
+        value = jax.jit(lambda x: x, out_shardings=plan.replicated)(value)
+    return np.asarray(value.addressable_data(0) if value.is_fully_replicated else value)
+
+
+def _born(plan: Plan, init_fn: Callable[[], Any]) -> list[jax.Array]:
+    """Runs the user's init compiled with the plan's shardings."""
+    shapes = jax.eval_shape(init_fn)
+    _user_values(plan, shapes)
+    shardings = [plan.sharding(plan.master_placement(leaf)) for leaf in plan.leaves]
+    return jax.jit(lambda: masters_of(plan, init_fn()), out_shardings=shardings)()
+
+
+def _first_opt_state(wrapped: Any, plan: Plan, masters: list[jax.Array], shardings: Any) -> ZeroOptState:
+    """The optimizer's state; an init that needs real values runs outside ``jit``, on global arrays."""
+    make = partial(first_state, wrapped.user_tx, plan)
+    if not plan.concrete_init:
+        return jax.jit(make, out_shardings=shardings)(masters)
+    return jax.tree.map(jax.device_put, make(masters), shardings)
+
+
+def _user_values(plan: Plan, params: Any) -> list[Any]:
+    """The leaves in the plan's order; raises with every leaf that does not fit."""
+    found, _ = tree.flatten(params)
+    planned = {leaf.path: leaf for leaf in plan.leaves}
+    faults = [f"missing: {p}" for p in planned.keys() - found.keys()]
+    faults += [f"not in the plan: {p}" for p in found.keys() - planned.keys()]
+    faults += [
+        f"{p}: shape {found[p].shape}, planned {leaf.shape}"
+        for p, leaf in planned.items()
+        if p in found and found[p].shape not in (leaf.shape, leaf.placement.padded)
+    ]
+    if faults:
+        raise PlanError(
+            "The params do not fit the plan:\n  - " + "\n  - ".join(sorted(faults)) + "\n"
+            "Make the plan from these params."
+        )
+    return [found[leaf.path].value for leaf in plan.leaves]
+
+
+def _place(plan: Plan, leaf: ParamLeaf, value: Any, placement: Placement, dtype: np.dtype) -> jax.Array:
+    """One leaf in its place; of a host array each device is sent its own slice alone."""
+    sharding = plan.sharding(placement)
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        return jax.jit(lambda x: _fit(x, leaf, placement).astype(dtype), out_shardings=sharding)(value)
+    whole = np.asarray(value)[tuple(slice(0, n) for n in leaf.shape)]
+
+    def piece(index: tuple[slice, ...]) -> np.ndarray:
+        part = np.asarray(whole[index], dtype=dtype)
+        want = [len(range(*i.indices(n))) for i, n in zip(index, placement.padded, strict=True)]
+        missing = [(0, w - n) for n, w in zip(part.shape, want, strict=True)]
+        return np.pad(part, missing) if any(after for _, after in missing) else part
+
+    return jax.make_array_from_callback(placement.padded, sharding, piece)
+
+
+def _fit(value: jax.Array, leaf: ParamLeaf, placement: Placement) -> jax.Array:
+    return plain.pad(plain.unpad(value, leaf.placement), placement)

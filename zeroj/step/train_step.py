@@ -1,0 +1,175 @@
+"""The whole step: gradient, finite check, norm, clip, update, new loss scale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from zeroj.config.precision import LossScale
+from zeroj.errors import PlanError
+from zeroj.gather.evaluate import evaluate
+from zeroj.gather.gradients import Gradients, gradients
+from zeroj.optimizer.zero import ZeroOptimizer, apply_gradients, wrap_optimizer
+from zeroj.plan.plan import Plan
+from zeroj.step.precision import all_finite, default_scaling, next_scale
+from zeroj.step.state import TrainState
+
+#: Added to the norm before it divides, as DeepSpeed does: clip_factor = min(1, max_norm / (norm + 1e-6)).
+CLIP_EPSILON = 1e-6
+
+
+def make_train_step(
+    loss_fn: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    plan: Plan,
+    accumulation_steps: int = 1,
+    clip_norm: float | None = None,
+    *,
+    has_aux: bool = False,
+    loss_scale: LossScale | None = None,
+    skip_nonfinite: bool | None = None,
+    donate: bool = True,
+) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]:
+    """Builds the jitted step ``(state, batch) -> (state, metrics)``.
+
+    Args:
+        loss_fn: ``loss_fn(params, batch)`` or ``(params, batch, rng)``; see :func:`zeroj.value_and_grad`.
+        tx: the optax optimizer, bare or wrapped by :func:`zeroj.wrap_optimizer`.
+        plan: where everything lives.
+        accumulation_steps: micro-batches per update.
+        clip_norm: the gradient's global norm is clipped to this; left out, it is not clipped.
+        has_aux: whether the loss must return (loss, aux); a loss that returns a pair is always understood.
+        loss_scale: the loss scaler's settings; left out, dynamic for fp16 and none otherwise.
+        skip_nonfinite: whether a step with a non-finite gradient changes nothing but the scale and
+            ``skipped``; left out, True in half precision and False in fp32.
+        donate: whether the old state's buffers are reused for the new one.
+
+    Returns:
+        A jitted function. ``batch`` has leaves (global batch, ...). Metrics, all scalars: ``loss`` (before
+        the update), ``grad_norm`` (before clipping), ``clip_factor`` (what the gradient was multiplied by),
+        ``loss_scale`` (the one this step used), ``skipped`` (updates skipped so far), ``step`` (updates made
+        so far), and ``aux`` if the loss has one.
+
+    Raises:
+        PlanError: now or at the first call, when something does not fit together.
+
+    Example:
+        >>> step = zj.make_train_step(loss_fn, tx, plan, accumulation_steps=4, clip_norm=1.0)
+        >>> state, metrics = step(state, batch)
+    """
+    if not callable(loss_fn):
+        raise PlanError(f"loss_fn must be a function, not {type(loss_fn).__name__}.")
+    if accumulation_steps < 1 or (clip_norm is not None and clip_norm <= 0):
+        raise PlanError(
+            f"accumulation_steps must be at least 1 and clip_norm positive or None; "
+            f"they are {accumulation_steps} and {clip_norm}."
+        )
+    wrapped = wrap_optimizer(tx, plan)
+    scaling = loss_scale or default_scaling(plan.precision.name)
+    skips = plan.precision.half if skip_nonfinite is None else skip_nonfinite
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        rng = jax.random.fold_in(state.rng, state.scale.iteration)
+        scale = state.scale.scale
+        out = gradients(
+            loss_fn, plan, state.params, batch, rng, scale, accumulation=accumulation_steps, has_aux=has_aux
+        )
+        grads, norm, factor = _unscale_and_clip(out.grads, scale, clip_norm)
+        good = _may_update(out, norm, skips)
+        params, opt_state = _update(wrapped, plan, state, grads, out.loss)
+        if good is not None:
+            params, opt_state = _keep_if(good, (params, opt_state), (state.params, state.opt_state))
+        done = jnp.int32(1) if good is None else good.astype(jnp.int32)
+        finite = jnp.bool_(True) if good is None else good
+        new = TrainState(
+            params,
+            opt_state,
+            state.step + done,
+            state.skipped + 1 - done,
+            next_scale(state.scale, finite, scaling),
+            state.rng,
+        )
+        metrics = {
+            "loss": out.loss,
+            "grad_norm": norm,
+            "clip_factor": factor,
+            "loss_scale": scale,
+            "skipped": new.skipped,
+            "step": new.step,
+        }
+        if jax.tree.leaves(out.aux):
+            metrics["aux"] = out.aux
+        return new, metrics
+
+    return jax.jit(step, donate_argnums=(0,) if donate else ())
+
+
+def make_eval_step(
+    loss_fn: Callable[..., Any], plan: Plan, *, has_aux: bool = False
+) -> Callable[[TrainState, Any], dict[str, Any]]:
+    """Builds the jitted ``(state, batch) -> metrics``: the loss without gradients, same gather on use.
+
+    Args:
+        loss_fn: as for :func:`make_train_step`.
+        plan: where the params live.
+        has_aux: whether the loss must return (loss, aux).
+
+    Returns:
+        A jitted function; its metrics are ``loss``, and ``aux`` if the loss has one.
+
+    Example:
+        >>> eval_step = zj.make_eval_step(loss_fn, plan)
+        >>> eval_step(state, batch)["loss"]
+    """
+
+    def step(state: TrainState, batch: Any) -> dict[str, Any]:
+        loss, aux = evaluate(loss_fn, plan, state.params, batch, state.rng, has_aux=has_aux)
+        return {"loss": loss, **({"aux": aux} if jax.tree.leaves(aux) else {})}
+
+    return jax.jit(step)
+
+
+def _unscale_and_clip(
+    grads: list[jax.Array], scale: jax.Array, clip_norm: float | None
+) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+    """Divides by the scale that the gradients were made with; (gradients, norm before clipping, factor)."""
+    grads = [g / scale.astype(g.dtype) for g in grads]
+    norm = global_norm(grads)
+    if clip_norm is None:
+        return grads, norm, jnp.float32(1)
+    factor = jnp.minimum(1.0, clip_norm / (norm + CLIP_EPSILON))
+    return [g * factor.astype(g.dtype) for g in grads], norm, factor
+
+
+def global_norm(grads: list[jax.Array]) -> jax.Array:
+    """The L2 norm over all leaves of global arrays, in fp32, each element counted once."""
+    squares = [jnp.sum(jnp.square(g.astype(jnp.promote_types(g.dtype, jnp.float32)))) for g in grads]
+    return jnp.sqrt(sum(squares, start=jnp.float32(0)))
+
+
+def _may_update(out: Gradients, norm: jax.Array, skips: bool) -> jax.Array | None:
+    """Bool scalar, or None where no step is ever skipped: finite gradients, and something counted."""
+    good = None
+    if skips:
+        good = all_finite(out.grads) & jnp.isfinite(norm)
+    if out.count is not None:
+        counted = out.count > 0
+        good = counted if good is None else good & counted
+    return good
+
+
+def _update(
+    tx: ZeroOptimizer, plan: Plan, state: TrainState, grads: list[jax.Array], loss: jax.Array
+) -> tuple[Any, Any]:
+    live = iter(grads)
+    tree = plan.treedef.unflatten([next(live) if leaf.trainable else None for leaf in plan.leaves])
+    return apply_gradients(tx.user_tx, plan, tree, state.opt_state, state.params, value=loss, grad=tree)
+
+
+def _keep_if(good: jax.Array, new: Any, old: Any) -> Any:
+    """The new state where the step is good, the old one, bit for bit, where it is skipped."""
+    return jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old)

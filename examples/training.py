@@ -55,7 +55,7 @@ class Run:
         """A run from the model's initial values."""
         out.mkdir(parents=True, exist_ok=True)
         engine = setup.make_engine()
-        batches = text.Batches(setup.corpus.train, engine.train_batch_size, setup.context)
+        batches = text.Batches(setup.corpus.train, engine.batch_sizes.train, setup.context)
         return cls(setup, out, engine, batches)
 
     @classmethod
@@ -92,7 +92,7 @@ class Run:
     def evaluate(self) -> float:
         """Mean loss over the same validation batches every time."""
         held_out = text.Batches(
-            self.setup.corpus.validation, self.engine.train_batch_size, self.setup.context
+            self.setup.corpus.validation, self.engine.batch_sizes.train, self.setup.context
         )
         losses = [float(self.engine.eval_batch(next(held_out))["loss"]) for _ in range(EVAL_BATCHES)]
         self.validation_losses.append((self.step, float(np.mean(losses))))
@@ -130,9 +130,9 @@ class Run:
         """Do a step, and say how it went."""
         started = time.perf_counter()
         metrics = self.train_step()
-        rate = self.engine.train_batch_size * self.setup.context / (time.perf_counter() - started)
+        rate = self.engine.batch_sizes.train * self.setup.context / (time.perf_counter() - started)
         return (
-            f"loss {metrics['loss']:.4f}  lr {self.engine.get_lr():.2e}  "
+            f"loss {metrics['loss']:.4f}  lr {self.engine.get_lr()[0]:.2e}  "
             f"grad norm {metrics['grad_norm']:.3f}  {rate:,.0f} tokens/s"
         )
 

@@ -157,9 +157,13 @@ def draw(run: Run) -> None:
         )
         for stage in range(4)
     }
-    count = sum(x.size for x in jax.tree.leaves(shapes))
     bars = {label: dict(found.memory().device) for label, found in plans.items()}
-    memory_by_stage(run.out / "memory.png", bars, f"{count / 1e6:.2f} M params, Adam, {plan.degree} devices")
+    if run.engine.batch_sizes.accumulation == 1:
+        for parts in bars.values():
+            parts["accumulator"] = 0  # one micro-batch adds up nothing
+    count = sum(x.size for x in jax.tree.leaves(shapes)) / 1e6
+    title = f"State and gradients by ZeRO stage: {count:.2f} M params, Adam, {plan.degree} devices"
+    memory_by_stage(run.out / "memory.png", bars, title)
 
 
 def write_sample(run: Run, prompt: str) -> None:

@@ -212,3 +212,13 @@ class GpuLowering:
 def executable_text(executable: Any) -> str:
     """Returns the text of a compiled module, schedule included."""
     return executable.hlo_modules()[0].to_string()
+
+
+# --------------------------------------------------------------------------------------------------
+# Checkpoints
+# --------------------------------------------------------------------------------------------------
+
+
+def is_tracer(value: Any) -> bool:
+    """Whether ``value`` stands for an array in a program that is being traced, and so holds no data."""
+    return isinstance(value, jax.core.Tracer)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
-import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from zeroj.checkpoint.handler import ITEM, StateSave
+from zeroj._compat import ProcessesMissing, wait_for_processes
+from zeroj.checkpoint.catalog import ITEM, Catalog
+from zeroj.checkpoint.handler import StateSave
 from zeroj.checkpoint.layout import stored_leaves
 from zeroj.checkpoint.manifest import Manifest, describe, extra_to_json, read_extra
 from zeroj.checkpoint.restore import restore_state
@@ -25,12 +27,12 @@ from zeroj.step.state import TrainState
 class Checkpointer:
     """Saves and restores training states in one folder, over Orbax's CheckpointManager.
 
-    A checkpoint appears under its step's number when it is complete, never before. It holds the user's tree in
-    the user's shapes: no padding, no mesh, params as their fp32 masters where there are any.
+    A checkpoint appears under its step's number when it is complete, never before. It holds the user's tree
+    in the user's shapes: no padding, no mesh, params as their fp32 masters where there are any.
 
     Args:
         directory: the folder; made if absent. With several processes, one that all of them see.
-        keep: how many of the last checkpoints to keep; None keeps all.
+        keep: how many of the last checkpoints to keep; None keeps all. A tag's newest one always stays.
         keep_every: also keep each checkpoint whose step is a multiple of this.
         best: also keep the checkpoint with the best value of this metric (see ``save(metrics=...)``).
         best_mode: "min" or "max".
@@ -52,18 +54,26 @@ class Checkpointer:
         best_mode: str = "min",
         timeout: int = 1200,
     ) -> None:
-        self.directory = (
-            str(directory) if "://" in str(directory) else str(pathlib.Path(directory).absolute())
-        )
         self.retention = Retention(keep, keep_every, best, best_mode)
-        self._manifests: dict[int, Manifest] = {}
+        self.timeout = timeout
+        self._catalog = Catalog(directory)
+        self._pending: int | None = None
+        self._failure: CheckpointError | None = None
+        self._calls = 0
+        if jax.process_index() == 0:
+            self._catalog.settle()
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=KeepManifests(self.retention, self._manifests),
+            preservation_policy=KeepManifests(self.retention, self._catalog.manifests),
             cleanup_tmp_directories=True,
             async_options=ocp.AsyncOptions(timeout_secs=timeout),
         )
         self._manager = ocp.CheckpointManager(self.directory, options=options)
-        self._read_manifests()
+        self._catalog.refresh()
+
+    @property
+    def directory(self) -> pathlib.Path:
+        """The folder of the checkpoints."""
+        return self._catalog.directory
 
     # -- saving ------------------------------------------------------------------------------------
 
@@ -81,14 +91,15 @@ class Checkpointer:
         """Saves a state. Every process must call it.
 
         Returns as soon as the state is copied to the host; files are written in the background. A failure
-        there is raised by the next call of any method, at the latest by :meth:`close`.
+        there is raised by the next call of any method, at the latest by :meth:`close`. An older checkpoint of
+        the same step is replaced; it stays until the new one is complete.
 
         Args:
             state: the state, as the last step returned it.
             plan: its plan.
             extra: the user's own plain data: position in the data, client state. Process 0's is stored.
             step: the number to save under; left out, ``state.step``.
-            tag: a name to restore it by; its newest checkpoint is kept whatever ``keep`` says.
+            tag: a name to restore it by.
             metrics: numbers for ``best``.
             wait: whether to return only when the checkpoint is complete; then nothing is copied.
 
@@ -96,44 +107,61 @@ class Checkpointer:
             The step.
 
         Raises:
-            CheckpointError: the state holds no data, extra is no plain data, or an earlier save failed.
+            CheckpointError: the state holds no data, extra is no plain data, an earlier save failed, or not
+                every process called this.
         """
-        self.wait()
         leaves = stored_leaves(state, plan)
         step = int(np.asarray(state.step.addressable_data(0))) if step is None else int(step)
         extra = dict(extra or {})
         extra_to_json(extra)
-        manifest = describe(
-            plan,
-            state,
-            [s.spec for s in leaves],
-            serial=1 + max((m.serial for m in self._manifests.values()), default=0),
-            step=step,
-            tag=tag,
-            metrics=metrics or {},
-        )
-        self._manifests[step] = manifest
+        self._arrive(f"save of step {step}")
+        self.wait()
+        known = self._catalog.manifests
+        serial = 1 + max((m.serial for m in known.values()), default=0)
+        specs = [leaf.spec for leaf in leaves]
+        manifest = describe(plan, state, specs, serial=serial, step=step, tag=tag, metrics=metrics or {})
+        self._make_way(step)
+        self._pending, known[step] = step, manifest
         args = ocp.args.Composite(**{ITEM: StateSave(leaves, manifest, extra, copy=not wait)})
-        self._manager.save(step, args=args, force=True)
+        with self._failures():
+            self._manager.save(step, args=args, force=True)
         if wait:
             self.wait()
         return step
+
+    def check(self) -> None:
+        """Raises if a save in the background has failed; does not block. A training loop calls it each step.
+
+        Raises:
+            CheckpointError: a save failed; the cause is chained.
+        """
+        if not self._manager.is_saving_in_progress():
+            self.wait()
 
     def wait(self) -> None:
         """Blocks until every save is complete.
 
         Raises:
-            CheckpointError: a save failed; the cause is chained.
+            CheckpointError: a save failed; the cause is chained. Later saves are tried again.
         """
-        try:
+        with self._failures():
             self._manager.wait_until_finished()
-        except Exception as error:
-            raise CheckpointError(f"Saving to {self.directory} failed: {error}") from error
+        if self._pending is not None:
+            self._pending, self._failure = None, None
+            self._settle()
 
     def close(self) -> None:
-        """Waits, and frees what the checkpointer holds."""
-        self.wait()
-        self._manager.close()
+        """Waits, and frees what the checkpointer holds.
+
+        Raises:
+            CheckpointError: the last save failed, even if that was raised before.
+        """
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
+        if self._failure is not None:
+            raise self._failure
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -154,6 +182,7 @@ class Checkpointer:
         weights_only: bool = False,
         fill: Any = None,
         loss_scale: LossScale | None = None,
+        rng: jax.Array | int = 0,
     ) -> tuple[TrainState, dict[str, Any]]:
         """Restores a state onto any plan. Every process must call it; each reads its own slices.
 
@@ -164,10 +193,11 @@ class Checkpointer:
             tag: the name that it was saved with.
             partial: whether to go on with what fits; a warning lists what does not: another optimizer's state
                 starts anew, params that are not in the checkpoint are taken from ``fill``.
-            weights_only: whether to take only the params: masters are derived from them, optimizer, counters,
+            weights_only: whether to take only the params: masters are derived from them; optimizer, counters,
                 loss scale and key start anew.
-            fill: params in the user's shapes, for leaves that the checkpoint lacks.
+            fill: params in the user's shapes, for leaves that the checkpoint lacks; only with ``partial``.
             loss_scale: the loss scaler's settings, where it starts anew.
+            rng: the key or seed, where it starts anew.
 
         Returns:
             The state, each leaf with exactly the plan's dtype and sharding, and the user's ``extra``.
@@ -175,9 +205,9 @@ class Checkpointer:
         Raises:
             CheckpointError: there is no such checkpoint, it does not fit the plan, or it is damaged.
         """
+        self._arrive("restore")
         self.wait()
-        step = self._find(step, tag)
-        folder = self.folder(step)
+        folder = self.folder(self._catalog.find(step, tag))
         state = restore_state(
             folder,
             Manifest.read(folder),
@@ -187,12 +217,13 @@ class Checkpointer:
             weights_only=weights_only,
             fill=fill,
             loss_scale=loss_scale,
+            rng=rng,
         )
         return state, read_extra(folder)
 
     def folder(self, step: int) -> str:
         """The folder that holds the arrays and the manifest of a step."""
-        return f"{self.directory}/{step}/{ITEM}"
+        return self._catalog.folder(step)
 
     def latest_step(self) -> int | None:
         """The step of the checkpoint that was saved last, or None where there is none."""
@@ -202,40 +233,51 @@ class Checkpointer:
     def best_step(self) -> int | None:
         """The step with the best value of the metric ``best``, or None."""
         self.all_steps()
-        return self.retention.best_step(self._manifests)
+        return self.retention.best_step(self._catalog.manifests)
 
     def all_steps(self) -> list[int]:
         """The steps of all complete checkpoints, in the order of saving."""
         self.wait()
-        return sorted(self._read_manifests(), key=lambda step: self._manifests[step].serial)
+        return self._catalog.refresh()
 
-    def _find(self, step: int | None, tag: str | None) -> int:
-        steps = self.all_steps()
-        if tag is not None:
-            steps = [s for s in steps if self._manifests[s].tag == tag]
-        if step is None and steps:
-            return steps[-1]
-        if step in steps:
-            assert step is not None
-            return step
-        known = ", ".join(
-            f"{s} ({self._manifests[s].tag})" if self._manifests[s].tag else str(s) for s in self.all_steps()
-        )
-        wanted = " and ".join(f"{k} {v!r}" for k, v in (("step", step), ("tag", tag)) if v is not None)
-        raise CheckpointError(
-            f"{self.directory} holds no complete checkpoint{f' of {wanted}' if wanted else ''}. It holds: "
-            f"{known or 'none'}."
-        )
+    # -- several processes, and failures -----------------------------------------------------------
 
-    def _read_manifests(self) -> dict[int, Manifest]:
-        """Brings the manifests in line with the folder; a damaged one is left out, with a warning."""
+    def _arrive(self, what: str) -> None:
+        """Waits for all processes, or says which of them never came."""
+        self._calls += 1
+        try:
+            wait_for_processes(f"zeroj:{self.directory}:{self._calls}:{what}", self.timeout)
+        except ProcessesMissing as error:
+            late = ", ".join(str(i) for i in error.missing)
+            raise CheckpointError(
+                f"The {what} is collective: every process has to call it, but after {self.timeout} seconds "
+                f"process {late} had not. Do not put it under `if jax.process_index() == 0`."
+            ) from error
+
+    def _make_way(self, step: int) -> None:
+        """Sets an older checkpoint of the same step aside."""
+        if not (self.directory / str(step)).exists():
+            return
+        self._arrive(f"replacement of step {step}")
+        if jax.process_index() == 0:
+            self._catalog.set_aside(step)
+        self._arrive(f"save of step {step} anew")
         self._manager.reload()
-        steps = set(self._manager.all_steps())
-        for step in self._manifests.keys() - steps:
-            del self._manifests[step]
-        for step in sorted(steps - self._manifests.keys()):
-            try:
-                self._manifests[step] = Manifest.read(self.folder(step))
-            except CheckpointError as error:
-                warnings.warn(f"Checkpoint {step} is left out: {error}", stacklevel=3)
-        return self._manifests
+
+    def _settle(self) -> None:
+        if jax.process_index() == 0:
+            self._catalog.settle()
+
+    @contextlib.contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Turns a failed save into a CheckpointError, and brings back what it was to replace."""
+        try:
+            yield
+        except Exception as error:
+            if self._pending is not None:
+                self._catalog.manifests.pop(self._pending, None)
+            self._pending = None
+            self._settle()
+            self._manager.reload()
+            self._failure = CheckpointError(f"Saving to {self.directory} failed: {error}")
+            raise self._failure from error

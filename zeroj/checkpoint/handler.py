@@ -1,4 +1,4 @@
-"""How Orbax saves a zeroj state: Orbax gives the atomic folder and the background thread, zeroj the contents."""
+"""How Orbax saves a state: Orbax gives the atomic folder and the background thread, zeroj the contents."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from zeroj.checkpoint import arrays
+from zeroj.checkpoint import arrays, database
 from zeroj.checkpoint.layout import Stored
 from zeroj.checkpoint.manifest import EXTRA_FILE, MANIFEST_FILE, Manifest, extra_to_json
-
-#: The name of the item below each step's folder.
-ITEM = "state"
 
 
 class StateHandler(ocp.AsyncCheckpointHandler):
@@ -31,7 +28,7 @@ class StateHandler(ocp.AsyncCheckpointHandler):
         if jax.process_index() == 0:
             for name, text in texts.items():
                 (directory / name).write_text(text)
-        await arrays.write(str(directory), jax.process_index(), specs, parts)
+        await database.write(str(directory), jax.process_index(), specs, parts)
 
     def save(self, directory: Any, args: StateSave) -> None:
         """Saves and waits."""
@@ -43,7 +40,7 @@ class StateHandler(ocp.AsyncCheckpointHandler):
 
     def finalize(self, directory: Any) -> None:
         """Joins what the processes wrote; Orbax calls it on one process when all have finished."""
-        arrays.merge(str(directory), range(jax.process_count()))
+        database.merge(str(directory), range(jax.process_count()))
 
 
 @ocp.args.register_with_handler(StateHandler, for_save=True, for_restore=True)

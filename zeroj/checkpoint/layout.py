@@ -1,8 +1,8 @@
 """What a checkpoint holds of a training state: names, user shapes, and where each array lives in a plan.
 
-Names are "params/<path>", "opt_state/<path>", and "step", "skipped", "scale/<field>", "rng". Params are stored
-as what the optimizer updates: their fp32 master where there is one. So a checkpoint of any stage and precision
-has the same arrays.
+Names are "params/<path>", "opt_state/<path>", and "step", "skipped", "scale/<field>", "rng". Params are
+stored as what the optimizer updates: their fp32 master where there is one. So a checkpoint of any stage and
+precision has the same arrays.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def stored_leaves(state: TrainState, plan: Plan) -> list[Stored]:
         plan: its plan.
 
     Raises:
-        CheckpointError: leaves that are not there as arrays (abstract, deleted or donated), all of them named.
+        CheckpointError: leaves that hold no data (abstract, deleted or donated), all of them named.
     """
     found = _param_leaves(state, plan) + _optimizer_leaves(state, plan) + _small_leaves(state)
     bad = [f"{name} ({_what_is_wrong(value)})" for name, value, _ in found if _what_is_wrong(value)]

@@ -1,4 +1,4 @@
-"""From a checkpoint to the state of a plan: any stage, N, mesh and precision, each leaf straight to its place."""
+"""From a checkpoint to the state of any plan, each leaf straight to its place."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zeroj.checkpoint import arrays
+from zeroj.checkpoint import arrays, database
 from zeroj.checkpoint.arrays import Target
 from zeroj.checkpoint.layout import key_data, optimizer_targets, param_targets, small_targets
 from zeroj.checkpoint.manifest import Leaf, Manifest
@@ -34,6 +34,7 @@ def restore_state(
     weights_only: bool = False,
     fill: Any = None,
     loss_scale: LossScale | None = None,
+    rng: jax.Array | int = 0,
 ) -> TrainState:
     """Reads the state in ``folder`` into the layout of ``plan``.
 
@@ -48,6 +49,7 @@ def restore_state(
             counters and loss scale start anew.
         fill: params in the user's shapes for leaves that the checkpoint lacks; only with ``partial``.
         loss_scale: the loss scaler's settings, for when its state is not the checkpoint's.
+        rng: the key or seed, with ``weights_only``.
 
     Raises:
         CheckpointError: what is stored does not fit the plan; lists every leaf.
@@ -55,16 +57,18 @@ def restore_state(
     masters = _masters(folder, manifest, plan, fill if partial else None)
     fresh = weights_only or _optimizer_differs(manifest, plan, partial)
     if fresh and tx is None:
-        raise CheckpointError(
-            "The optimizer's state starts anew here, so pass the optimizer: restore(..., tx=tx)."
-        )
+        raise CheckpointError("The optimizer's state starts anew here, so pass it: restore(..., tx=tx).")
     if fresh:
         opt_state = _first_opt_state(tx, plan, masters)
     else:
-        inner = plan.state_treedef.unflatten(arrays.read(folder, optimizer_targets(plan)))
+        inner = plan.state_treedef.unflatten(database.read(folder, optimizer_targets(plan)))
         opt_state = ZeroOptState(_master_tree(plan, masters), inner)
     params = _params(plan, masters)
-    return TrainState(params, opt_state, **_small(folder, manifest, plan, weights_only, loss_scale))
+    small = _fresh_fields(plan, loss_scale, rng)
+    if not weights_only:
+        small |= _saved_fields(folder, manifest, plan)
+    small = {k: jax.tree.map(lambda x: jax.device_put(x, plan.replicated), v) for k, v in small.items()}
+    return TrainState(params, opt_state, **small)
 
 
 def _masters(folder: str, manifest: Manifest, plan: Plan, fill: Any) -> list[jax.Array]:
@@ -82,9 +86,9 @@ def _masters(folder: str, manifest: Manifest, plan: Plan, fill: Any) -> list[jax
             f"The params of the checkpoint in {folder} do not fit the plan:\n  - "
             + "\n  - ".join(faults)
             + "\n"
-            "Make the plan from the params that were saved, or pass partial=True and fill=params for missing ones."
+            "Make the plan from the params that were saved, or fill missing ones: partial=True, fill=params."
         )
-    found = arrays.read(folder, [t for t in targets if t.name in saved])
+    found = database.read(folder, [t for t in targets if t.name in saved])
     filling = plan.treedef.flatten_up_to(fill) if fill is not None else [None] * len(targets)
     return [
         next(found) if t.name in saved else arrays.place(np.asarray(value), t)
@@ -102,8 +106,8 @@ def _optimizer_differs(manifest: Manifest, plan: Plan, allowed: bool) -> bool:
             "The stored optimizer state is not that of the plan's optimizer:\n  - "
             + "\n  - ".join(faults)
             + "\n"
-            "Use the optimizer that was saved, or pass partial=True (params, counters and keys are restored, the "
-            "optimizer starts anew) or weights_only=True."
+            "Use the optimizer that was saved, or pass partial=True (params, counters and key are restored, "
+            "the optimizer starts anew) or weights_only=True."
         )
     if faults:
         warnings.warn(
@@ -153,25 +157,20 @@ def _first_opt_state(tx: Any, plan: Plan, masters: list[jax.Array]) -> ZeroOptSt
     return jax.jit(make, out_shardings=plan.opt_state)(masters)
 
 
-def _small(
-    folder: str, manifest: Manifest, plan: Plan, weights_only: bool, loss_scale: LossScale | None
-) -> dict[str, Any]:
-    """Counters, loss scale and key. The scale is the checkpoint's only between two runs in fp16."""
-    rng: Any = jax.random.key(0) if weights_only else jax.random.key(0, impl=manifest.rng or None)
-    fields = {
-        "step": np.int32(0),
-        "skipped": np.int32(0),
-        "scale": init_scale(loss_scale or default_scaling(plan.precision.name)),
-        "rng": rng,
-    }
-    if not weights_only:
-        scaled = plan.precision.name == manifest.precision == "fp16"
-        wanted = {k: v for k, v in fields.items() if k != "scale" or scaled}
-        wanted["rng"] = jax.eval_shape(lambda: key_data(rng)[0])
-        values, treedef = jax.tree.flatten(wanted)
-        del values
-        read = treedef.unflatten(arrays.read(folder, small_targets(plan, wanted)))
-        if manifest.rng:
-            read["rng"] = jax.random.wrap_key_data(read["rng"], impl=manifest.rng)
-        fields |= read
-    return {k: jax.tree.map(lambda x: jax.device_put(x, plan.replicated), v) for k, v in fields.items()}
+def _fresh_fields(plan: Plan, loss_scale: LossScale | None, rng: jax.Array | int) -> dict[str, Any]:
+    """Counters, loss scale and key of a run that starts."""
+    key = jax.random.key(rng) if isinstance(rng, int) else rng
+    scale = init_scale(loss_scale or default_scaling(plan.precision.name))
+    return {"step": np.int32(0), "skipped": np.int32(0), "scale": scale, "rng": key}
+
+
+def _saved_fields(folder: str, manifest: Manifest, plan: Plan) -> dict[str, Any]:
+    """Counters, loss scale and key of the checkpoint. The scale only between two runs in fp16."""
+    fields = _fresh_fields(plan, None, jax.random.key(0, impl=manifest.rng or None))
+    fields["rng"] = jax.eval_shape(lambda: key_data(fields["rng"])[0])
+    if not plan.precision.name == manifest.precision == "fp16":
+        del fields["scale"]
+    found = jax.tree.unflatten(jax.tree.structure(fields), database.read(folder, small_targets(plan, fields)))
+    if manifest.rng:
+        found["rng"] = jax.random.wrap_key_data(found["rng"], impl=manifest.rng)
+    return found

@@ -53,7 +53,7 @@ class Retention:
         return kept if best is None else kept | {best}
 
     def best_step(self, manifests: Mapping[int, Manifest]) -> int | None:
-        """The step with the best value of the metric, the later of two equals; None where none has a value."""
+        """The step with the best value of the metric, the later of two equals; None where none has one."""
         scored = {
             s: m.metrics[self.best] for s, m in manifests.items() if self.best and self.best in m.metrics
         }

@@ -4,6 +4,8 @@ from zeroj.checkpoint.checkpointer import Checkpointer as Checkpointer
 from zeroj.config.config import Config as Config
 from zeroj.config.precision import LossScale as LossScale
 from zeroj.config.zero import Zero as Zero
+from zeroj.engine import Engine as Engine
+from zeroj.engine import initialize as initialize
 from zeroj.errors import CheckpointError as CheckpointError
 from zeroj.errors import ConfigError as ConfigError
 from zeroj.errors import PlanError as PlanError
@@ -17,6 +19,7 @@ from zeroj.plan.mesh import make_mesh as make_mesh
 from zeroj.plan.plan import Plan as Plan
 from zeroj.plan.plan import make_plan as make_plan
 from zeroj.plan.precision import Precision as Precision
+from zeroj.step.batch import shard_batch as shard_batch
 from zeroj.step.state import TrainState as TrainState
 from zeroj.step.state import abstract_state as abstract_state
 from zeroj.step.state import full_params as full_params

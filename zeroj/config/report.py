@@ -9,18 +9,11 @@ import io
 import json
 from typing import Any
 
-import pydantic
 import rich.console
 import rich.table
-from pydantic_core import PydanticUndefined
 
-from zeroj.config.auto import AUTO_RULES, variant
 from zeroj.config.load import Loaded
-from zeroj.config.names import subsection
-from zeroj.config.old import OLD
-from zeroj.config.optimizer_rows import REFUSED_OPTIMIZERS
 from zeroj.config.rows import Row, Section, row_of
-from zeroj.config.schema import DsConfig
 
 _DEFAULTS_SHOWN = ("gradient_clipping",)
 

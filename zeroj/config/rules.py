@@ -172,7 +172,7 @@ ROOT_RULES: tuple[Rule, ...] = (
     *(
         Rule(
             (_low_master(name), f"{name}.enabled", "zero_optimization.stage"),
-            lambda v, name=name: (
+            lambda v, name=name: (  # type: ignore[misc]
                 getattr(getattr(v.file, name), f"{name}_master_weights_and_grads")
                 and (not getattr(v.file, name).enabled or v.file.zero_optimization.stage == 0)
             ),

@@ -33,14 +33,14 @@ class Gradients(NamedTuple):
 
     Attributes:
         loss: fp32 scalar, the mean over the global batch.
-        count: fp32 scalar, the sum of counts, or None for a plain mean.
+        weight: fp32 scalar, the sum of counts, or None for a plain mean.
         aux: the loss's aux: floats averaged and integers summed over devices and micro-batches, and every
             :class:`zeroj.Mean` divided out.
         grads: one array per trained leaf, where the plan has gradients.
     """
 
     loss: jax.Array
-    count: jax.Array | None
+    weight: jax.Array | None
     aux: Any
     grads: list[jax.Array]
 
@@ -110,31 +110,25 @@ def gradients(
     rng = jax.random.key(0) if rng is None else rng
     live = [leaf for leaf in plan.leaves if leaf.trainable]
 
-    def local(leaves: list[Any], batch: Any, rng: Any, scale: Any) -> tuple[Gradients, jax.Array]:
-        return _local(loss_fn, plan, leaves, batch, rng, scale, accumulation, has_aux)
+    def local(leaves: list[Any], batch: Any, rng: Any, scale: Any) -> tuple[Any, ...]:
+        out, token = _local(loss_fn, plan, leaves, batch, rng, scale, accumulation, has_aux)
+        return (*out, token)
 
-    out, token = jax.shard_map(
+    whole = PartitionSpec()
+    loss, weight, aux, grads, token = jax.shard_map(
         local,
         mesh=plan.mesh,
         in_specs=(
             [plan.param_placement(leaf).zero_spec for leaf in plan.leaves],
             batch_specs(plan, batch),
-            PartitionSpec(),
-            PartitionSpec(),
+            whole,
+            whole,
         ),
-        out_specs=(
-            Gradients(
-                PartitionSpec(),
-                PartitionSpec(),
-                PartitionSpec(),
-                [plan.grad_placement(leaf).zero_spec for leaf in live],
-            ),
-            PartitionSpec(),
-        ),
+        out_specs=(whole, whole, whole, [plan.grad_placement(leaf).zero_spec for leaf in live], whole),
         axis_names=set(plan.zero_axes),
         check_vma=False,
     )(leaves, batch, rng, jnp.asarray(scale, jnp.float32))
-    return out._replace(loss=out.loss + token)
+    return Gradients(loss + token, weight, aux, grads)
 
 
 def _local(

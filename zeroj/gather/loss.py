@@ -31,10 +31,10 @@ class Mean(NamedTuple):
 
 
 class LossOut(NamedTuple):
-    """A loss in one form: ``total / count`` is the mean; ``count`` is None for a plain mean."""
+    """A loss in one form: ``total / weight`` is the mean; ``weight`` is None for a plain mean."""
 
     total: jax.Array
-    count: jax.Array | None
+    weight: jax.Array | None
     aux: Any
 
 
@@ -131,7 +131,7 @@ def gradient_program(
             return out.total, out
 
         total, backward, out = jax.vjp(of_live, [leaves[i] for i in live], has_aux=True)
-        whole = jnp.float32(degree) if out.count is None else jax.lax.psum(out.count, axes)
+        whole = jnp.float32(degree) if out.weight is None else jax.lax.psum(out.weight, axes)
         seed = jnp.where(whole > 0, scale / jnp.where(whole > 0, whole, 1.0), 0.0)
         (grads,) = backward(seed.astype(total.dtype))
         return out, grads

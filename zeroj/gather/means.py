@@ -36,9 +36,9 @@ def accumulate(
     def weighted(micro: Any, key: jax.Array) -> Any:
         head, grads, token = one(micro, key)
         head = _summable(head)
-        if head.count is None or accumulation == 1:
+        if head.weight is None or accumulation == 1:
             return head, grads, token, jnp.float32(1)
-        weight = jax.lax.psum(head.count, axes)
+        weight = jax.lax.psum(head.weight, axes)
         return head, [g * weight.astype(g.dtype) for g in grads], token, weight
 
     first = jax.tree.map(lambda x: x[0], batches)
@@ -51,9 +51,9 @@ def accumulate(
         lambda carry, x: (jax.tree.map(jnp.add, carry, weighted(*x)), None), zeros, (batches, keys)
     )
     head, grads, token, weight = total
-    mean = head.total / accumulation if head.count is None else head.total
+    mean = head.total / accumulation if head.weight is None else head.total
     aux = _map_aux(head.aux, lambda x: x / accumulation if _floating(x) else x, lambda mean: mean)
-    return LossOut(mean, head.count, aux), [g / _nonzero(weight).astype(g.dtype) for g in grads], token
+    return LossOut(mean, head.weight, aux), [g / _nonzero(weight).astype(g.dtype) for g in grads], token
 
 
 def over_devices(
@@ -61,7 +61,7 @@ def over_devices(
 ) -> tuple[jax.Array, jax.Array | None, Any]:
     """(loss, count, aux) over all devices: fp32 mean, the sum of counts or None, and the reduced aux."""
     head = _summable(head)
-    count = None if head.count is None else jax.lax.psum(head.count, axes)
+    count = None if head.weight is None else jax.lax.psum(head.weight, axes)
     loss = jax.lax.psum(head.total, axes) / (degree if count is None else _nonzero(count))
 
     def plain(x: jax.Array) -> jax.Array:
@@ -79,7 +79,7 @@ def _summable(head: LossOut) -> LossOut:
     aux = _map_aux(
         head.aux, _wide, lambda mean: Mean(_wide(jnp.asarray(mean.total)), jnp.float32(mean.count))
     )
-    return LossOut(_wide(head.total), head.count, aux)
+    return LossOut(_wide(head.total), head.weight, aux)
 
 
 def _wide(x: jax.Array) -> jax.Array:

@@ -61,17 +61,16 @@ class ReductionPlan:
 def place_reductions(jaxpr: _compat.Jaxpr, wanted: Reductions) -> ReductionPlan:
     """Moves the reductions of a program's outputs as far towards its inputs as they can go."""
     uses = _uses(jaxpr)
+    inputs = {*jaxpr.invars, *jaxpr.constvars}
     pending: dict[Any, Reduction] = {}
     at_exit: list[Reduction | None] = []
     for var, reduction in zip(jaxpr.outvars, wanted, strict=True):
-        movable = reduction is not None and not isinstance(var, _compat.Literal) and uses[var] == 1
-        at_exit.append(None if movable else reduction)
-        if movable:
+        made_here = not isinstance(var, _compat.Literal) and var not in inputs
+        if reduction is not None and made_here and uses[var] == 1:
             pending[var] = reduction
-    for var in jaxpr.invars:
-        if var in pending:  # an output that is an input: nothing to move past
-            index = list(jaxpr.outvars).index(var)
-            at_exit[index] = pending.pop(var)
+            at_exit.append(None)
+        else:
+            at_exit.append(reduction)
     inside: dict[int, list[Reduction | None]] = {}
     for eqn in reversed(jaxpr.eqns):
         found = [pending.get(var) for var in eqn.outvars]

@@ -10,6 +10,7 @@ import numpy as np
 from zeroj.errors import PlanError
 
 _HALF = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
+_FP32 = np.dtype(np.float32)
 _NAMES = {"fp32": jnp.float32, **_HALF}
 
 
@@ -26,7 +27,7 @@ class Precision:
 
     name: str = "fp32"
     communication: np.dtype | None = None
-    accumulation: np.dtype = np.dtype(np.float32)
+    accumulation: np.dtype = _FP32
 
     @property
     def half(self) -> bool:

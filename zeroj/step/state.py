@@ -12,8 +12,8 @@ import numpy as np
 import optax
 
 from zeroj.collectives import plain
-from zeroj.errors import PlanError
 from zeroj.config.precision import LossScale
+from zeroj.errors import PlanError
 from zeroj.gather.inputs import check_params
 from zeroj.optimizer.zero import first_state, masters_of, params_from_masters, wrap_optimizer
 from zeroj.plan import tree
@@ -122,14 +122,8 @@ def abstract_state(
         return jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=plan.replicated)
 
     counter = whole(np.int32(0))
-    return TrainState(
-        plan.params_struct(),
-        plan.opt_state_struct(),
-        counter,
-        counter,
-        jax.tree.map(whole, scale),
-        whole(key),
-    )
+    small: list[Any] = [counter, counter, jax.tree.map(whole, scale), whole(key)]
+    return TrainState(plan.params_struct(), plan.opt_state_struct(), *small)
 
 
 def full_params(state: TrainState | Any, plan: Plan) -> Any:
@@ -205,7 +199,7 @@ def _place(plan: Plan, leaf: ParamLeaf, value: Any, placement: Placement, dtype:
         return jax.jit(lambda x: _fit(x, leaf, placement).astype(dtype), out_shardings=sharding)(value)
     whole = np.asarray(value)[tuple(slice(0, n) for n in leaf.shape)]
 
-    def piece(index: tuple[slice, ...]) -> np.ndarray:
+    def piece(index: Any) -> np.ndarray:
         part = np.asarray(whole[index], dtype=dtype)
         want = [len(range(*i.indices(n))) for i, n in zip(index, placement.padded, strict=True)]
         missing = [(0, w - n) for n, w in zip(part.shape, want, strict=True)]

@@ -51,8 +51,8 @@ def make_train_step(
     Returns:
         A jitted function. ``batch`` has leaves (global batch, ...). Metrics, all scalars: ``loss`` (before
         the update), ``grad_norm`` (before clipping), ``clip_factor`` (what the gradient was multiplied by),
-        ``loss_scale`` (the one this step used), ``skipped`` (updates skipped so far), ``step`` (updates made
-        so far), and ``aux`` if the loss has one.
+        ``loss_scale`` (the one this step used), ``skipped`` (updates skipped so far), ``applied`` (whether
+        this one was made), ``step`` (updates made so far), and ``aux`` if the loss has one.
 
     Raises:
         PlanError: now or at the first call, when something does not fit together.
@@ -99,6 +99,7 @@ def make_train_step(
             "clip_factor": factor,
             "loss_scale": scale,
             "skipped": new.skipped,
+            "applied": finite,
             "step": new.step,
         }
         if jax.tree.leaves(out.aux):
@@ -156,8 +157,8 @@ def _may_update(out: Gradients, norm: jax.Array, skips: bool) -> jax.Array | Non
     good = None
     if skips:
         good = all_finite(out.grads) & jnp.isfinite(norm)
-    if out.count is not None:
-        counted = out.count > 0
+    if out.weight is not None:
+        counted = out.weight > 0
         good = counted if good is None else good & counted
     return good
 

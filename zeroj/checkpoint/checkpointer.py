@@ -11,13 +11,13 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from zeroj._compat import ProcessesMissing, wait_for_processes
 from zeroj.checkpoint.catalog import ITEM, Catalog
 from zeroj.checkpoint.handler import StateSave
 from zeroj.checkpoint.layout import stored_leaves
 from zeroj.checkpoint.manifest import Manifest, describe, extra_to_json, read_extra
 from zeroj.checkpoint.restore import restore_state
 from zeroj.checkpoint.retention import KeepManifests, Retention
+from zeroj.checkpoint.together import arrive
 from zeroj.config.precision import LossScale
 from zeroj.errors import CheckpointError
 from zeroj.plan.plan import Plan
@@ -59,7 +59,6 @@ class Checkpointer:
         self._catalog = Catalog(directory)
         self._pending: int | None = None
         self._failure: CheckpointError | None = None
-        self._calls = 0
         if jax.process_index() == 0:
             self._catalog.settle()
         options = ocp.CheckpointManagerOptions(
@@ -114,7 +113,7 @@ class Checkpointer:
         step = int(np.asarray(state.step.addressable_data(0))) if step is None else int(step)
         extra = dict(extra or {})
         extra_to_json(extra)
-        self._arrive(f"save of step {step}")
+        arrive(f"save of step {step} to {self.directory}", self.timeout)
         self.wait()
         known = self._catalog.manifests
         serial = 1 + max((m.serial for m in known.values()), default=0)
@@ -205,7 +204,7 @@ class Checkpointer:
         Raises:
             CheckpointError: there is no such checkpoint, it does not fit the plan, or it is damaged.
         """
-        self._arrive("restore")
+        arrive(f"restore from {self.directory}", self.timeout)
         self.wait()
         folder = self.folder(self._catalog.find(step, tag))
         state = restore_state(
@@ -242,26 +241,14 @@ class Checkpointer:
 
     # -- several processes, and failures -----------------------------------------------------------
 
-    def _arrive(self, what: str) -> None:
-        """Waits for all processes, or says which of them never came."""
-        self._calls += 1
-        try:
-            wait_for_processes(f"zeroj:{self.directory}:{self._calls}:{what}", self.timeout)
-        except ProcessesMissing as error:
-            late = ", ".join(str(i) for i in error.missing)
-            raise CheckpointError(
-                f"The {what} is collective: every process has to call it, but after {self.timeout} seconds "
-                f"process {late} had not. Do not put it under `if jax.process_index() == 0`."
-            ) from error
-
     def _make_way(self, step: int) -> None:
         """Sets an older checkpoint of the same step aside."""
         if not (self.directory / str(step)).exists():
             return
-        self._arrive(f"replacement of step {step}")
+        arrive(f"replacement of step {step} in {self.directory}", self.timeout)
         if jax.process_index() == 0:
             self._catalog.set_aside(step)
-        self._arrive(f"save of step {step} anew")
+        arrive(f"save of step {step} to {self.directory}", self.timeout)
         self._manager.reload()
 
     def _settle(self) -> None:

@@ -125,7 +125,7 @@ class StoredArray:
 
     def chunks(self) -> Iterator[tuple[slice, ...]]:
         """The indices of all chunks, in the order of the array."""
-        layout = self._store.chunk_layout.read_chunk.shape
+        layout = self._store.chunk_layout.read_chunk.shape or ()
         counts = [-(-n // c) for n, c in zip(self.shape, layout, strict=True)]
         for cell in np.ndindex(*counts):
             yield clip([slice(i * c, (i + 1) * c) for i, c in zip(cell, layout, strict=True)], self.shape)

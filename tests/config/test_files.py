@@ -83,6 +83,7 @@ def test_every_file_is_expected() -> None:
     assert {file.stem for file in FILES.glob("*.json")} == set(EXPECTED)
 
 
+@pytest.mark.filterwarnings("ignore:.*old spelling")
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_file(name: str) -> None:
     arguments, stage, precision, sizes, needs = EXPECTED[name]

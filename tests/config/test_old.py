@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pathlib
+import warnings
 from typing import Any
 
 import pytest
@@ -44,10 +46,15 @@ SPELLINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("old", "new"), SPELLINGS, ids=[str(old) for old, _ in SPELLINGS])
 def test_old_means_new_and_says_so_once(old: dict[str, Any], new: dict[str, Any]) -> None:
-    one, other = Config.load(old), Config.load(new)
+    with pytest.warns(UserWarning, match="is an old spelling; write") as caught:
+        one = Config.load(old)
+    assert [pathlib.Path(warning.filename).name for warning in caught] == ["test_old.py"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other = Config.load(new)
     assert one.resolved() == other.resolved()
-    warnings = [note for note in one.notes if "old spelling" in note]
-    assert len(warnings) == 1 and warnings[0] in one.report()
+    notes = [note for note in one.notes if "old spelling" in note]
+    assert len(notes) == 1 and notes[0] in one.report()
     assert not any("old spelling" in note for note in other.notes)
 
 
@@ -62,6 +69,7 @@ def test_every_old_spelling_is_in_the_list() -> None:
     assert {old.path for old in OLD} <= seen
 
 
+@pytest.mark.filterwarnings("ignore:.*old spelling")
 def test_old_and_new_together_are_refused() -> None:
     data = {
         ZERO: {"stage": 2, "cpu_offload": True, "offload_optimizer": {"device": "cpu"}},
@@ -77,7 +85,8 @@ def test_old_and_new_together_are_refused() -> None:
 
 
 def test_pin_memory_goes_into_the_section_beside_it() -> None:
-    config = Config.load({ZERO: {"stage": 2, "cpu_offload": True, "cpu_offload_use_pin_memory": False}})
+    with pytest.warns(UserWarning):
+        config = Config.load({ZERO: {"stage": 2, "cpu_offload": True, "cpu_offload_use_pin_memory": False}})
     assert config.zero.offload_optimizer is not None
     assert (config.zero.offload_optimizer.device, config.zero.offload_optimizer.pin_memory) == ("cpu", False)
 
@@ -88,6 +97,7 @@ def test_the_same_setting_under_both_legal_names() -> None:
         Config.load(data)
 
 
+@pytest.mark.filterwarnings("ignore:.*old spelling")
 @pytest.mark.parametrize("value", [3, "yes", None])
 def test_an_old_spelling_with_a_wrong_value(value: Any) -> None:
     with pytest.raises(

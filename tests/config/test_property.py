@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import jax.numpy as jnp
+import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
@@ -18,9 +19,10 @@ from zeroj.config.reader import read
 from zeroj.config.schema import DsConfig
 from zeroj.errors import ConfigError
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*old spelling")
 ALL = keys.all_keys()
 PATHS = [*legal_paths(DsConfig), *(old.path for old in OLD)]
-LOAD = settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
+LOAD = settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
 
 junk = st.recursive(
     st.none()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,6 +48,8 @@ def load(source: Source, arguments: Mapping[str, Any]) -> Loaded:
     data, name, faults = read(source)
     faults += check_arguments(arguments)
     notes, more = modernise(data)
+    for note in notes:
+        warnings.warn(f"{name}: {note}", UserWarning, stacklevel=3)
     faults += more
     origins, more = fill(data, DsConfig, arguments)
     faults += more

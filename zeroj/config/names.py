@@ -12,6 +12,7 @@ from zeroj.config.rows import Row, Section, row_of
 Path = tuple[str, ...]
 
 
+@functools.cache
 def subsection(model: type[Section], name: str) -> type[Section] | None:
     """The section that the key `name` of a section holds, if it holds one."""
     field = model.model_fields.get(model.aliases.get(name, name))

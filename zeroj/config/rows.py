@@ -7,6 +7,7 @@ or `refused`, so that the reader, the report, the docs and the tests all read on
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import numbers
@@ -57,6 +58,7 @@ def _field(default: Any, row: Row, bounds: dict[str, Any]) -> Any:
     return pydantic.Field(default, description=row.text, json_schema_extra={"row": row}, **bounds)  # type: ignore[dict-item]
 
 
+@functools.cache
 def row_of(model: type[pydantic.BaseModel], name: str) -> Row:
     """The row of the field `name` of a section."""
     extra = model.model_fields[name].json_schema_extra

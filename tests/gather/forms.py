@@ -428,7 +428,9 @@ def dataclass_module() -> Form:
 @form
 def convolution() -> Form:
     def loss(p: Any, x: jax.Array) -> jax.Array:
-        y = jax.lax.conv_general_dilated(x, p["k"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        y = jax.lax.conv_general_dilated(
+            x, p["k"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
         return square(jax.nn.relu(y + p["b"]))
 
     return {"k": normal(1, 3, 3, 4, 8), "b": normal(2, 8)}, loss, data(B, 5, 5, 4)

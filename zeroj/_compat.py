@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax._src import source_info_util
+from jax._src import distributed, source_info_util
 from jax._src.interpreters import partial_eval as pe
 from jax.extend import core as jex_core
 
@@ -212,3 +212,42 @@ class GpuLowering:
 def executable_text(executable: Any) -> str:
     """Returns the text of a compiled module, schedule included."""
     return executable.hlo_modules()[0].to_string()
+
+
+# --------------------------------------------------------------------------------------------------
+# Checkpoints
+# --------------------------------------------------------------------------------------------------
+
+
+def is_tracer(value: Any) -> bool:
+    """Whether ``value`` stands for an array in a program that is being traced, and so holds no data."""
+    return isinstance(value, jax.core.Tracer)
+
+
+class ProcessesMissing(Exception):
+    """Not every process came to a barrier in time; ``missing`` are the indices of those that did not."""
+
+    def __init__(self, missing: Sequence[int]) -> None:
+        super().__init__(f"processes {list(missing)} never arrived")
+        self.missing = tuple(missing)
+
+
+def wait_for_processes(name: str, seconds: int) -> None:
+    """Blocks until every process has called this with the same name; one process never waits.
+
+    Args:
+        name: a name not used before.
+        seconds: how long to wait.
+
+    Raises:
+        ProcessesMissing: some did not come.
+    """
+    client = distributed.global_state.client
+    if client is None or jax.process_count() == 1:
+        return
+    client.key_value_set(f"{name}/{jax.process_index()}", "here")
+    try:
+        client.wait_at_barrier(name, seconds * 1000)
+    except jax.errors.JaxRuntimeError as error:
+        came = {int(key.rsplit("/", 1)[-1]) for key, _ in client.key_value_dir_get(f"{name}/")}
+        raise ProcessesMissing(sorted(set(range(jax.process_count())) - came)) from error

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.aot.programs import ALL, DEVICE, HOST, MESH, TARGET, scanned_loss, sharded, struct
 from zeroj.aot import hlo, traffic
-from zeroj.aot.hlo import HloError
+from zeroj.aot.shapes import HloError
 from zeroj.aot.traffic import Cluster, Collective
 
 X = struct((1024, 64), P(ALL))

@@ -22,7 +22,7 @@ _CALLBACKS = (
 )
 
 _NEEDS_DEVICES = ("require devices to be present", "different from the lowering platform")
-"""How jax says, at lowering, that an operation needs the devices themselves: on a mesh of none, and on a CPU."""
+"""How jax says, at lowering, that an operation needs the devices: on a mesh without any, and on a CPU."""
 
 
 @dataclasses.dataclass(frozen=True)

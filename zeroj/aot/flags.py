@@ -15,6 +15,8 @@ PROFILES: dict[str, dict[str, object]] = {
         # alive.
         "xla_gpu_all_gather_combine_threshold_bytes": 1,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": 1,
+        # XLA's own rematerialization searches for minutes where a step does not fit, and undoes the schedule.
+        "xla_disable_hlo_passes": "rematerialization",
         # Gathers of the next iteration start in this one. The first two names are of jax 0.10, then 0.12.
         "xla_gpu_enable_pipelined_all_gather": True,
         "xla_gpu_enable_pipelined_reduce_scatter": True,

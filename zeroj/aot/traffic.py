@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Iterator
 
-from zeroj.aot import costs, groups, hlo
-from zeroj.aot.hlo import Computation, HloError, Instruction, Module
+from zeroj.aot import costs, groups
+from zeroj.aot.hlo import Computation, Instruction, Module
+from zeroj.aot.shapes import HloError, leaves
 
 _WIRE = {
     "all-gather": 1.0,
@@ -121,7 +123,7 @@ def describe(
     """Returns op, dtype, payload bytes, wire bytes, group size and nodes spanned of one collective."""
     op = base_op(instruction)
     shapes = computation.operand_shapes(instruction)
-    arrays = [a for shape in shapes for a in hlo.leaves(shape)]
+    arrays = [a for shape in shapes for a in leaves(shape)]
     arrays = arrays[:1] if op == "ragged-all-to-all" else [a for a in arrays if a.dtype != "token"]
     size, nodes = _reach(instruction, op, cluster)
     payload = sum(a.nbytes for a in arrays) * (size if op == "all-gather" else 1)
@@ -151,13 +153,11 @@ def _reach(instruction: Instruction, op: str, cluster: Cluster) -> tuple[int, in
 
 def done_of(computation: Computation, start: Instruction) -> Instruction | None:
     """The -done instruction that waits for a -start, through any -update between."""
-    names = {start.name}
-    for each in computation.instructions.values():
-        if names.intersection(each.operands):
-            if each.op.endswith("-done"):
-                return each
-            if each.op.endswith("-update"):
-                names.add(each.name)
+    for user in computation.users[start.name]:
+        if user.op.endswith("-done"):
+            return user
+        if user.op.endswith("-update"):
+            return done_of(computation, user)
     return None
 
 
@@ -166,13 +166,10 @@ def compute_between(computation: Computation, start: Instruction) -> int:
     done = done_of(computation, start)
     if done is None:
         return 0
-    names = list(computation.instructions)
-    inside = names[names.index(start.name) + 1 : names.index(done.name)]
-    ops = [computation.instructions[n].op for n in inside]
-    return sum(
-        op not in costs.FREE - {"while", "call", "conditional"} and not op.endswith(("-start", "-done"))
-        for op in ops
-    )
+    first, last = computation.positions[start.name] + 1, computation.positions[done.name]
+    inside = itertools.islice(computation.instructions.values(), first, last)
+    idle = costs.FREE - {"while", "call", "conditional"}
+    return sum(i.op not in idle and not i.op.endswith(("-start", "-done")) for i in inside)
 
 
 def trip_count(instruction: Instruction) -> int | None:

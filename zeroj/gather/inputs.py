@@ -39,7 +39,7 @@ def check_params(plan: Plan, params: Any) -> list[jax.Array]:
     if faults:
         raise PlanError(
             "The params do not fit the plan:\n  - " + "\n  - ".join(faults) + "\n"
-            "Make the plan from these params, and bring them into its layout with plan.shard(params)."
+            "Make the plan from these params, and bring them into its layout with zj.shard_params(plan, params)."
         )
     if treedef != plan.treedef:
         raise PlanError(f"The params have another tree type than the plan:\n  {treedef}\n  {plan.treedef}")

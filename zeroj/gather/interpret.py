@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from zeroj import _compat
 from zeroj.gather import lazy
-from zeroj.gather.reductions import ReductionPlan, Reductions, place_reductions
+from zeroj.gather.reductions import Reduction, ReductionPlan, Reductions, place_reductions
 from zeroj.gather.tokens import Gathers
 
 
@@ -57,14 +57,17 @@ class Interpreter:
         for index, eqn in enumerate(jaxpr.eqns):
             outs = self._equation(eqn, [read(v) for v in eqn.invars], reductions)
             for var, out in zip(eqn.outvars, outs, strict=True):
-                reduction = reductions.at.get(var)
-                env[var] = reduction(self.force([out])[0]) if reduction else out
+                env[var] = self._reduced(out, reductions.at.get(var))
             for var in last.get(index, ()):
                 env.pop(var, None)
         outs = [read(v) for v in jaxpr.outvars]
-        return [
-            r(self.force([out])[0]) if r else out for out, r in zip(outs, reductions.at_exit, strict=True)
-        ]
+        return [self._reduced(out, r) for out, r in zip(outs, reductions.at_exit, strict=True)]
+
+    def _reduced(self, value: Any, reduction: Reduction | None) -> Any:
+        """A gradient summed over devices; any other value as it is."""
+        if reduction is None:
+            return value
+        return self.gathers.reduce(self.force([value])[0], reduction)
 
     def force(self, values: Sequence[Any]) -> list[Any]:
         """Gathers and evaluates the lazy ones among ``values``; passes the others."""
@@ -173,6 +176,11 @@ def _remat(self: Interpreter, eqn: _compat.Eqn, operands: list[Any], wanted: Red
             operands[i] = value
     outs = self.run(called, operands, wanted)
     self.gathers.leave_region()
+    onward = [
+        i for i, (v, w) in enumerate(zip(outs, wanted, strict=True)) if w is None and isinstance(v, jax.Array)
+    ]
+    for i, value in zip(onward, self.gathers.after_gradients([outs[i] for i in onward]), strict=True):
+        outs[i] = value
     return outs
 
 

@@ -1,0 +1,141 @@
+"""What a checkpoint holds of a training state: names, user shapes, and where each array lives in a plan.
+
+Names are "params/<path>", "opt_state/<path>", and "step", "skipped", "scale/<field>", "rng". Params are
+stored as what the optimizer updates: their fp32 master where there is one. So a checkpoint of any stage and
+precision has the same arrays.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zeroj._compat import is_tracer
+from zeroj.checkpoint.arrays import ArraySpec, Target, array_spec
+from zeroj.errors import CheckpointError
+from zeroj.plan import tree
+from zeroj.plan.plan import ParamLeaf, Plan, StateLeaf
+from zeroj.step.state import TrainState
+
+#: Fields of TrainState beside params and opt_state: small, and whole on every device.
+SMALL_FIELDS = tuple(field for field in TrainState._fields if field not in ("params", "opt_state"))
+
+
+class Stored(NamedTuple):
+    """One array to be saved."""
+
+    spec: ArraySpec
+    value: jax.Array
+
+
+def param_name(leaf: ParamLeaf) -> str:
+    """The stored name of a param."""
+    return _join("params", leaf.path)
+
+
+def state_name(leaf: StateLeaf) -> str:
+    """The stored name of a leaf of the optimizer's state."""
+    return _join("opt_state", leaf.path)
+
+
+def stored_leaves(state: TrainState, plan: Plan) -> list[Stored]:
+    """All arrays of a state, in the plan's order.
+
+    Args:
+        state: the state.
+        plan: its plan.
+
+    Raises:
+        CheckpointError: leaves that hold no data (abstract, deleted or donated), all of them named.
+    """
+    found = _param_leaves(state, plan) + _optimizer_leaves(state, plan) + _small_leaves(state)
+    bad = [f"{name} ({_what_is_wrong(value)})" for name, value, _ in found if _what_is_wrong(value)]
+    if bad:
+        raise CheckpointError(
+            "These leaves of the state hold no data, so nothing was saved: " + "; ".join(bad) + ". "
+            "Pass the state that the last step returned."
+        )
+    return [Stored(array_spec(name, value, shape), value) for name, value, shape in found]
+
+
+def param_targets(plan: Plan) -> list[Target]:
+    """Where the stored params go, as masters: one target per leaf of the plan."""
+    return [
+        Target(
+            param_name(leaf),
+            leaf.shape,
+            plan.master_placement(leaf).padded,
+            plan.master_dtype(leaf),
+            plan.sharding(plan.master_placement(leaf)),
+        )
+        for leaf in plan.leaves
+    ]
+
+
+def optimizer_targets(plan: Plan) -> list[Target]:
+    """Where the optimizer's inner state goes."""
+    structs = jax.tree.leaves(plan.opt_state_struct().inner)
+    return [
+        Target(state_name(leaf), leaf.placement.shape, struct.shape, leaf.dtype, struct.sharding)
+        for leaf, struct in zip(plan.state_leaves, structs, strict=True)
+    ]
+
+
+def small_targets(plan: Plan, fields: dict[str, Any]) -> list[Target]:
+    """Where counters, scales and keys go: whole on every device.
+
+    Args:
+        plan: the plan.
+        fields: name of a field of TrainState -> tree of arrays or ShapeDtypeStructs.
+    """
+    return [
+        Target(name, value.shape, value.shape, np.dtype(value.dtype), plan.replicated)
+        for name, value in _flat_fields(fields)
+    ]
+
+
+def key_data(key: Any) -> tuple[Any, str]:
+    """The words of a random key, and the name of its generator; empty for keys of the old, untyped kind."""
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(key), str(jax.random.key_impl(key))
+    return key, ""
+
+
+def _param_leaves(state: TrainState, plan: Plan) -> list[tuple[str, Any, tuple[int, ...]]]:
+    values = plan.treedef.flatten_up_to(state.params)
+    if plan.has_master:
+        masters = plan.treedef.flatten_up_to(state.opt_state.master)
+        values = [m if x.trainable else v for v, m, x in zip(values, masters, plan.leaves, strict=True)]
+    return [(param_name(x), v, x.shape) for x, v in zip(plan.leaves, values, strict=True)]
+
+
+def _optimizer_leaves(state: TrainState, plan: Plan) -> list[tuple[str, Any, tuple[int, ...]]]:
+    values = plan.state_treedef.flatten_up_to(state.opt_state.inner)
+    return [(state_name(x), v, x.placement.shape) for x, v in zip(plan.state_leaves, values, strict=True)]
+
+
+def _small_leaves(state: TrainState) -> list[tuple[str, Any, tuple[int, ...]]]:
+    fields = {field: getattr(state, field) for field in SMALL_FIELDS}
+    if not _what_is_wrong(state.rng):
+        fields["rng"], _ = key_data(state.rng)
+    return [(name, value, tuple(value.shape)) for name, value in _flat_fields(fields)]
+
+
+def _flat_fields(fields: dict[str, Any]) -> list[tuple[str, Any]]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(fields)
+    return [(tree.path_str(keys), leaf) for keys, leaf in leaves]
+
+
+def _join(part: str, path: str) -> str:
+    return f"{part}/{path}" if path else part
+
+
+def _what_is_wrong(value: Any) -> str:
+    if not isinstance(value, jax.Array):
+        return type(value).__name__
+    if is_tracer(value):
+        return "a tracer: save outside jit"
+    return "deleted or donated" if value.is_deleted() else ""

@@ -39,7 +39,7 @@ opt_state = jax.jit(tx.init, out_shardings=plan.opt_state)(params)
 x = jax.random.normal(jax.random.key(1), (256, 64))
 batch = {"x": x, "y": jnp.sin(x.sum(axis=1, keepdims=True))}
 losses = []
-for _ in range(200):
+for _ in range(40):
     params, opt_state, loss = step(params, opt_state, batch)
     losses.append(float(loss))
 

@@ -1,5 +1,6 @@
 """zeroj: the ZeRO family for JAX. Use as ``import zeroj as zj``."""
 
+from zeroj import aot as aot
 from zeroj.errors import CheckpointError as CheckpointError
 from zeroj.errors import ConfigError as ConfigError
 from zeroj.errors import PlanError as PlanError

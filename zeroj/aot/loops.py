@@ -98,8 +98,7 @@ def _unfused(
 def _linear(
     module: Module, outer: Computation, inner: Computation, names: dict[str, str], name: str
 ) -> _Linear | None:
-    inside = [i for i in body.instructions.values() if i.op == "parameter"]
-    parameters = {p.name: value.operands[int(p.arguments)] for p in inside}
+    """A value as an element of the loop's tuple plus a constant; `names` lead out of a fusion."""
     if name in names:
         return _linear(module, outer, outer, {}, names[name])
     value = inner.instructions[name]

@@ -150,3 +150,16 @@ def test_without_the_compiler_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(_compat, "gpu_compiler_installed", lambda: False)
     with pytest.raises(ZerojError, match=r"zeroj\[aot\]"):
         TARGET.compile(jax.jit(jnp.sin), struct((8,)))
+
+
+def test_a_step_on_a_mesh_of_cpu_devices_compiles_too(eight_devices: list[jax.Device]) -> None:
+    mesh = jax.make_mesh((2, 4), ("node", "local"), axis_types=(AxisType.Auto,) * 2, devices=eight_devices)
+    sharding = NamedSharding(mesh, P(ALL))
+    host = sharding.with_memory_kind("pinned_host")
+    step = jax.jit(lambda x, m: (x.sum(), jax.device_put(m, jax.memory.Space.Device) + x))
+    x, m = jax.device_put(jnp.ones((8, 64)), sharding), jax.device_put(jnp.ones((8, 64)), host)
+    report = TARGET.compile(step, x, m)
+    assert [c.op for c in report.collectives] == ["all-reduce"]
+    assert report.host.arguments == 64 * 4 and report.device.arguments == 64 * 4
+    with pytest.raises(PlanError, match="8 devices, the cluster has 16"):
+        Target("h100", 2, 8).compile(step, x, m)

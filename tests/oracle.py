@@ -140,7 +140,12 @@ def model(name: str) -> Model:
 
 
 def oracle(
-    m: Model, tx: optax.GradientTransformation, *, clip: float | None = None, parts: int = 1, fp32: bool = True
+    m: Model,
+    tx: optax.GradientTransformation,
+    *,
+    clip: float | None = None,
+    parts: int = 1,
+    fp32: bool = True,
 ) -> Run:
     """Trains with plain optax on one device.
 

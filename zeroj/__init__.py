@@ -1,5 +1,6 @@
 """zeroj: the ZeRO family for JAX. Use as ``import zeroj as zj``."""
 
+from zeroj import aot as aot
 from zeroj.checkpoint.checkpointer import Checkpointer as Checkpointer
 from zeroj.config.config import Config as Config
 from zeroj.config.precision import LossScale as LossScale

@@ -141,7 +141,7 @@ def test_params_that_do_not_fit_the_plan_are_all_listed() -> None:
             call()
         message = str(caught.value)
         assert "missing: emb" in message and "not in the plan: extra" in message
-        assert "w1: shape (5, 35)" in message and "(5, 36)" in message or "(5, 40)" in message
+        assert ("w1: shape (5, 35)" in message and "(5, 36)" in message) or "(5, 40)" in message
         assert "Make the plan from these params" in message
 
 

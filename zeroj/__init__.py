@@ -2,6 +2,13 @@
 
 from zeroj import aot as aot
 from zeroj.checkpoint.checkpointer import Checkpointer as Checkpointer
+from zeroj.checkpoint.inspect import convert as convert_checkpoint  # noqa: F401
+from zeroj.checkpoint.inspect import inspect as inspect_checkpoint  # noqa: F401
+from zeroj.checkpoint.preemption import EXIT_PREEMPTED as EXIT_PREEMPTED
+from zeroj.checkpoint.preemption import Preemption as Preemption
+from zeroj.checkpoint.safetensors import export_safetensors as export_safetensors
+from zeroj.checkpoint.safetensors import load_safetensors as load_safetensors
+from zeroj.checkpoint.universal import load_universal as load_universal
 from zeroj.config.config import Config as Config
 from zeroj.config.precision import LossScale as LossScale
 from zeroj.config.zero import Zero as Zero

@@ -1,6 +1,14 @@
 """zeroj: the ZeRO family for JAX. Use as ``import zeroj as zj``."""
 
+from zeroj import aot as aot
 from zeroj.checkpoint.checkpointer import Checkpointer as Checkpointer
+from zeroj.checkpoint.inspect import convert as convert_checkpoint  # noqa: F401
+from zeroj.checkpoint.inspect import inspect as inspect_checkpoint  # noqa: F401
+from zeroj.checkpoint.preemption import EXIT_PREEMPTED as EXIT_PREEMPTED
+from zeroj.checkpoint.preemption import Preemption as Preemption
+from zeroj.checkpoint.safetensors import export_safetensors as export_safetensors
+from zeroj.checkpoint.safetensors import load_safetensors as load_safetensors
+from zeroj.checkpoint.universal import load_universal as load_universal
 from zeroj.config.config import Config as Config
 from zeroj.config.precision import LossScale as LossScale
 from zeroj.config.zero import Zero as Zero
@@ -13,6 +21,7 @@ from zeroj.errors import SpillError as SpillError
 from zeroj.errors import ZerojError as ZerojError
 from zeroj.gather.gradients import value_and_grad as value_and_grad
 from zeroj.gather.loss import Mean as Mean
+from zeroj.gather.scanned import find_scanned as find_scanned
 from zeroj.optimizer.zero import wrap_optimizer as wrap_optimizer
 from zeroj.plan.memory import MemoryReport as MemoryReport
 from zeroj.plan.mesh import make_mesh as make_mesh

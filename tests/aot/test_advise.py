@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from zeroj.aot.advise import Advice, advise, rule_of_thumb
@@ -25,7 +23,7 @@ MODELS = {
 def advice(billions: float, gpus: int, gigabits: float | None = None, nvme: float = 4e12) -> Advice:
     gpu = find("a100-80")
     if gigabits:
-        gpu = dataclasses.replace(gpu, network=dataclasses.replace(gpu.network, value=gigabits * 1e9 / 8 / 8))
+        gpu = gpu.with_network(gigabits, 8)
     machine = Machine(gpu, gpus // 8, 8, 1e12, nvme)
     return advise(from_numbers(*MODELS[billions]), Batch(micro=4, sequence=2048), machine)
 

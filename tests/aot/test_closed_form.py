@@ -14,8 +14,8 @@ from zeroj.aot.sizes import Sizes, from_numbers
 SMALL = Batch(micro=1, sequence=128)
 
 
-def machine(nodes: int = 8, nvme: float = 4e12, **rates: Rate) -> Machine:
-    return Machine(dataclasses.replace(find("h100"), **rates), nodes, 8, 1e12, nvme)
+def machine(nodes: int = 8, nvme: float = 4e12) -> Machine:
+    return Machine(find("h100"), nodes, 8, 1e12, nvme)
 
 
 def need(choice: Choice, sizes: Sizes, batch: Batch = SMALL, nodes: int = 8) -> Estimate:
@@ -81,8 +81,7 @@ def test_the_published_speed_of_zeropp_on_384_v100s() -> None:
             find("a100-40"),
             flops_bf16=Rate(125e12, 0.45, "V100 datasheet, fp16"),
             nvlink=Rate(150e9, 0.8, "NVLink 2"),
-            network=Rate(gigabits / 8 / 16 * 1e9, 0.9, "shared by the 16 GPUs of a node"),
-        )
+        ).with_network(gigabits, 16)
         cluster = Machine(gpu, 24, 16, 1.5e12, 0)
         sizes, batch = from_numbers(18e9, 40, 6144), Batch(micro=1, sequence=1024)
         plain = estimate(Choice(3), sizes, batch, cluster)
@@ -98,8 +97,7 @@ def test_zero_3_loses_to_stage_1_as_the_network_slows() -> None:
     sizes, batch = from_numbers(7e9, 32, 4096), Batch(micro=4, sequence=2048)
 
     def ratio(gigabits: float) -> float:
-        network = Rate(gigabits / 8 / 8 * 1e9, 0.9, "a node's, shared by its GPUs")
-        cluster = machine(2, network=network)
+        cluster = dataclasses.replace(machine(2), gpu=find("h100").with_network(gigabits, 8))
         third = estimate(Choice(3), sizes, batch, cluster).seconds
         return third / estimate(Choice(1), sizes, batch, cluster).seconds
 

@@ -15,7 +15,7 @@ from zeroj.aot import deepspeed_estimate, sizes
 from zeroj.aot.advise import Advice, advise
 from zeroj.aot.choices import Batch, Machine
 from zeroj.aot.closed_form import Estimate
-from zeroj.aot.hardware import Gpu, Rate, find, table
+from zeroj.aot.hardware import Gpu, find, table
 from zeroj.aot.plan_files import ds_config, plot
 from zeroj.aot.target import Target
 from zeroj.errors import PlanError
@@ -110,9 +110,7 @@ def _gpu(args: argparse.Namespace) -> Gpu:
     if args.gpu_memory:
         gpu = dataclasses.replace(gpu, memory_bytes=int(amount(args.gpu_memory)))
     if args.network:
-        value = amount(args.network) / 8 / max(1, args.gpus)
-        rate = Rate(value, gpu.network.efficiency, f"--network {args.network}, shared by a node's GPUs")
-        gpu = dataclasses.replace(gpu, network=rate)
+        gpu = gpu.with_network(amount(args.network) / 1e9, max(1, args.gpus))
     return gpu
 
 

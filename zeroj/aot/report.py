@@ -99,6 +99,11 @@ class Report:
         """Predicted part of the communication that runs beside compute."""
         return self.timeline.hidden_fraction
 
+    @property
+    def fits(self) -> bool:
+        """Whether the device bytes are within the GPU's memory."""
+        return self.device.total <= self.gpu.memory_bytes
+
     def tokens_per_second(self, tokens: int) -> float:
         """Predicted tokens per second of the cluster, for a global batch of a number of tokens."""
         return tokens / self.step_seconds
@@ -125,7 +130,7 @@ class Report:
     def as_data(self) -> dict[str, Any]:
         """Returns the report, without the program's text, as data that JSON can hold."""
         return {
-            "device": {**dataclasses.asdict(self.device), "total": self.device.total},
+            "device": {**dataclasses.asdict(self.device), "total": self.device.total, "fits": self.fits},
             "host": {**dataclasses.asdict(self.host), "total": self.host.total},
             "collectives": [{**dataclasses.asdict(c), "reach": c.reach} for c in self.collectives],
             "copies": [dataclasses.asdict(c) for c in self.copies],
@@ -157,7 +162,10 @@ class Report:
             [name, *map(size, (b.arguments, b.outputs, b.aliased, b.temporary, b.total))]
             for name, b in (("device", self.device), ("host", self.host))
         ]
-        return table(["bytes per GPU", "arguments", "outputs", "aliased", "temporary", "total"], rows)
+        heads = ["bytes per GPU", "arguments", "outputs", "aliased", "temporary", "total"]
+        have = size(self.gpu.memory_bytes)
+        verdict = f"fits the GPU's {have}" if self.fits else f"DOES NOT FIT the GPU's {have}"
+        return f"{table(heads, rows)}\n{verdict}"
 
     def _collective_table(self) -> str:
         groups: dict[tuple[Any, ...], list[float]] = collections.defaultdict(lambda: [0, 0, 0.0])

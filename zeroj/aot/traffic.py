@@ -8,7 +8,7 @@ import itertools
 import re
 from collections.abc import Iterator
 
-from zeroj.aot import costs, groups
+from zeroj.aot import costs, groups, loops
 from zeroj.aot.hlo import Computation, Instruction, Module
 from zeroj.aot.shapes import HloError, leaves
 
@@ -172,10 +172,15 @@ def compute_between(computation: Computation, start: Instruction) -> int:
     return sum(i.op not in idle and not i.op.endswith(("-start", "-done")) for i in inside)
 
 
-def trip_count(instruction: Instruction) -> int | None:
-    """How often a while loop runs its body, by XLA's own annotation, or None."""
-    count = instruction.attribute(r'"known_trip_count":\{"n":"(\d+)"')
-    return int(count) if count else None
+def _count(module: Module, computation: Computation, loop: Instruction) -> int:
+    count = loops.trip_count(module, computation, loop)
+    return 1 if count is None else count
+
+
+def _length(module: Module, computation: Computation) -> int:
+    """Instructions of a computation and of those that it calls."""
+    inner = (module.computations[n] for i in computation.instructions.values() for n in i.called)
+    return len(computation.instructions) + sum(_length(module, c) for c in inner)
 
 
 def walk(
@@ -184,17 +189,22 @@ def walk(
     """Yields every instruction of the schedule with the number of times that a step runs it.
 
     Loops multiply by their trip count (1 where it depends on data), calls are entered, and of a conditional
-    all branches are entered.
+    the branch with the most instructions is.
     """
     computation = computation or module.entry
     for instruction in computation.instructions.values():
         yield computation, instruction, times
         if instruction.op == "while":
             body = instruction.attribute(r"body=%?([\w.\-]+)") or ""
-            yield from walk(module, module.computations[body], times * (trip_count(instruction) or 1))
+            yield from walk(
+                module, module.computations[body], times * _count(module, computation, instruction)
+            )
         elif instruction.op in ("call", "conditional"):
-            for name in instruction.called:
-                yield from walk(module, module.computations[name], times)
+            branches = [module.computations[name] for name in instruction.called]
+            if instruction.op == "conditional":
+                branches = [max(branches, key=lambda c: _length(module, c))]
+            for branch in branches:
+                yield from walk(module, branch, times)
 
 
 def collectives(module: Module, cluster: Cluster) -> list[Collective]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from functools import partial
 from typing import Any
 
 import jax
@@ -12,15 +11,13 @@ import numpy as np
 
 from zeroj.checkpoint import arrays, database
 from zeroj.checkpoint.arrays import Target
+from zeroj.checkpoint.assemble import assemble, first_fields, first_opt_state, master_tree, stored_params
 from zeroj.checkpoint.layout import key_data, optimizer_targets, param_targets, small_targets
 from zeroj.checkpoint.manifest import Leaf, Manifest
 from zeroj.config.precision import LossScale
 from zeroj.errors import CheckpointError
-from zeroj.optimizer.zero import first_state, params_from_masters, wrap_optimizer
-from zeroj.plan import tree
 from zeroj.plan.plan import Plan
 from zeroj.plan.tree import ZeroOptState
-from zeroj.step.precision import default_scaling, init_scale
 from zeroj.step.state import TrainState
 
 
@@ -55,20 +52,22 @@ def restore_state(
         CheckpointError: what is stored does not fit the plan; lists every leaf.
     """
     masters = _masters(folder, manifest, plan, fill if partial else None)
-    fresh = weights_only or _optimizer_differs(manifest, plan, partial)
+    differing = [] if weights_only else _optimizer_faults(manifest, plan, partial)
+    fresh = weights_only or bool(differing)
     if fresh and tx is None:
         raise CheckpointError("The optimizer's state starts anew here, so pass it: restore(..., tx=tx).")
+    if differing:
+        listed = "\n  - ".join(differing)
+        warnings.warn(f"The optimizer's state starts anew; it differs at:\n  - {listed}", stacklevel=3)
     if fresh:
-        opt_state = _first_opt_state(tx, plan, masters)
+        opt_state = first_opt_state(tx, plan, masters)
     else:
         inner = plan.state_treedef.unflatten(database.read(folder, optimizer_targets(plan)))
-        opt_state = ZeroOptState(_master_tree(plan, masters), inner)
-    params = _params(plan, masters)
-    small = _fresh_fields(plan, loss_scale, rng)
+        opt_state = ZeroOptState(master_tree(plan, masters), inner)
+    small = first_fields(plan, loss_scale, rng)
     if not weights_only:
         small |= _saved_fields(folder, manifest, plan)
-    small = {k: jax.tree.map(lambda x: jax.device_put(x, plan.replicated), v) for k, v in small.items()}
-    return TrainState(params, opt_state, **small)
+    return assemble(plan, stored_params(plan, masters), opt_state, small)
 
 
 def _masters(folder: str, manifest: Manifest, plan: Plan, fill: Any) -> list[jax.Array]:
@@ -96,24 +95,19 @@ def _masters(folder: str, manifest: Manifest, plan: Plan, fill: Any) -> list[jax
     ]
 
 
-def _optimizer_differs(manifest: Manifest, plan: Plan, allowed: bool) -> bool:
-    """Whether the stored optimizer state is not that of the plan. All or nothing: moments without their count
-    would be wrong in silence."""
+def _optimizer_faults(manifest: Manifest, plan: Plan, allowed: bool) -> list[str]:
+    """Where the stored optimizer state is not that of the plan. One difference is enough for all of it to start
+    anew: moments without their count would be wrong in silence."""
     saved = {name: leaf for name, leaf in manifest.leaves.items() if name.split("/")[0] == "opt_state"}
     faults = _faults(optimizer_targets(plan), saved)
     if faults and not allowed:
         raise CheckpointError(
             "The stored optimizer state is not that of the plan's optimizer:\n  - "
             + "\n  - ".join(faults)
-            + "\n"
-            "Use the optimizer that was saved, or pass partial=True (params, counters and key are restored, "
+            + "\nUse the optimizer that was saved, or pass partial=True (params, counters and key are restored, "
             "the optimizer starts anew) or weights_only=True."
         )
-    if faults:
-        warnings.warn(
-            "The optimizer's state starts anew; it differs at:\n  - " + "\n  - ".join(faults), stacklevel=4
-        )
-    return bool(faults)
+    return faults
 
 
 def _faults(targets: list[Target], saved: dict[str, Leaf]) -> list[str]:
@@ -136,39 +130,11 @@ def _castable(saved: str, planned: np.dtype) -> bool:
     return any(jnp.issubdtype(saved, kind) and jnp.issubdtype(planned, kind) for kind in kinds)
 
 
-def _master_tree(plan: Plan, masters: list[jax.Array]) -> Any:
-    return tree.trainable_only(plan, plan.treedef.unflatten(masters)) if plan.has_master else ()
-
-
-def _params(plan: Plan, masters: list[jax.Array]) -> Any:
-    """Stored params: the masters themselves where they are the same thing, else gathered from them."""
-    structs = jax.tree.leaves(plan.params_struct())
-    same = [m.dtype == s.dtype and m.sharding == s.sharding for m, s in zip(masters, structs, strict=True)]
-    if all(same) and not plan.has_master:
-        return plan.treedef.unflatten(masters)
-    shardings = plan.params
-    return jax.jit(partial(params_from_masters, plan), out_shardings=shardings)(masters)
-
-
-def _first_opt_state(tx: Any, plan: Plan, masters: list[jax.Array]) -> ZeroOptState:
-    make = partial(first_state, wrap_optimizer(tx, plan).user_tx, plan)
-    if plan.concrete_init:
-        return jax.tree.map(jax.device_put, make(masters), plan.opt_state)
-    return jax.jit(make, out_shardings=plan.opt_state)(masters)
-
-
-def _fresh_fields(plan: Plan, loss_scale: LossScale | None, rng: jax.Array | int) -> dict[str, Any]:
-    """Counters, loss scale and key of a run that starts."""
-    key = jax.random.key(rng) if isinstance(rng, int) else rng
-    scale = init_scale(loss_scale or default_scaling(plan.precision.name))
-    return {"step": np.int32(0), "skipped": np.int32(0), "scale": scale, "rng": key}
-
-
 def _saved_fields(folder: str, manifest: Manifest, plan: Plan) -> dict[str, Any]:
-    """Counters, loss scale and key of the checkpoint. The scale only between two runs in fp16."""
-    fields = _fresh_fields(plan, None, jax.random.key(0, impl=manifest.rng or None))
+    """Counters, loss scale and key of the checkpoint. The scale, unless one of both runs is in fp16."""
+    fields = first_fields(plan, None, jax.random.key(0, impl=manifest.rng or None))
     fields["rng"] = jax.eval_shape(lambda: key_data(fields["rng"])[0])
-    if not plan.precision.name == manifest.precision == "fp16":
+    if (plan.precision.name == "fp16") != (manifest.precision == "fp16"):
         del fields["scale"]
     found = jax.tree.unflatten(jax.tree.structure(fields), database.read(folder, small_targets(plan, fields)))
     if manifest.rng:

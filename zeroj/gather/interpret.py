@@ -7,6 +7,7 @@ values alone stays lazy; one that also takes activations has its parameters gath
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -115,6 +116,7 @@ def _scan(self: Interpreter, eqn: _compat.Eqn, operands: list[Any], wanted: Redu
     nc, nk = layout.num_consts, layout.num_carry
     xs = operands[nc + nk :]
     staying = [lazy.is_lazy(x) and lazy.sliceable(x) for x in xs]
+    _warn_whole([x for x, stay in zip(xs, staying, strict=True) if lazy.is_lazy(x) and not stay], eqn)
     ready = self.force(operands[: nc + nk] + [None if s else x for x, s in zip(xs, staying, strict=True)])
     consts, init, whole_xs = ready[:nc], ready[nc : nc + nk], ready[nc + nk :]
     shards = [s for x, stay in zip(xs, staying, strict=True) if stay for s in lazy.shards_of(x)]
@@ -144,6 +146,19 @@ def _scan(self: Interpreter, eqn: _compat.Eqn, operands: list[Any], wanted: Redu
     self.gathers.gate = self.gathers.gate + jnp.sum(tokens)
     rest = iter(ys)
     return [*carry, *(next(rest) if stack is None else stack for stack in stacked_out)]
+
+
+def _warn_whole(stacks: list[Any], eqn: _compat.Eqn) -> None:
+    """Tells of stacks that a loop cannot take slice by slice because their first dim is sharded."""
+    shards = [s for x in stacks for s in lazy.shards_of(x)]
+    paths = sorted({s.path for s in shards if any(dim == 0 for dim, _ in s.placement.dims)})
+    if paths:
+        warnings.warn(
+            f"The scan at {_compat.source_line(eqn)} runs over dim 0 of {', '.join(paths)}, which is sharded: "
+            "they are gathered whole before the loop. Make the plan with scanned=zj.find_scanned(loss_fn, "
+            f"params, batch), or scanned={paths}.",
+            stacklevel=2,
+        )
 
 
 def _restack(out: Any, origin: dict[int, lazy.Shard], length: int) -> lazy.Stacked | None:

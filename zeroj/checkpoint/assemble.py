@@ -1,0 +1,53 @@
+"""From masters, one array per param, to the parts of a training state."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from zeroj.config.precision import LossScale
+from zeroj.optimizer.zero import first_state, params_from_masters, wrap_optimizer
+from zeroj.plan import tree
+from zeroj.plan.plan import Plan
+from zeroj.plan.tree import ZeroOptState
+from zeroj.step.precision import default_scaling, init_scale
+from zeroj.step.state import TrainState
+
+
+def master_tree(plan: Plan, masters: list[jax.Array]) -> Any:
+    """What the optimizer's state holds as its master: nothing where the params are it themselves."""
+    return tree.trainable_only(plan, plan.treedef.unflatten(masters)) if plan.has_master else ()
+
+
+def stored_params(plan: Plan, masters: list[jax.Array]) -> Any:
+    """Stored params: the masters themselves where they are the same thing, else gathered from them."""
+    structs = jax.tree.leaves(plan.params_struct())
+    same = [m.dtype == s.dtype and m.sharding == s.sharding for m, s in zip(masters, structs, strict=True)]
+    if all(same) and not plan.has_master:
+        return plan.treedef.unflatten(masters)
+    shardings = plan.params
+    return jax.jit(partial(params_from_masters, plan), out_shardings=shardings)(masters)
+
+
+def first_opt_state(tx: Any, plan: Plan, masters: list[jax.Array]) -> ZeroOptState:
+    """The optimizer's state at the start of a run, in its place."""
+    make = partial(first_state, wrap_optimizer(tx, plan).user_tx, plan)
+    if plan.concrete_init:
+        return jax.tree.map(jax.device_put, make(masters), plan.opt_state)
+    return jax.jit(make, out_shardings=plan.opt_state)(masters)
+
+
+def first_fields(plan: Plan, loss_scale: LossScale | None, rng: jax.Array | int) -> dict[str, Any]:
+    """Counters, loss scale and key of a run that starts."""
+    key = jax.random.key(rng) if isinstance(rng, int) else rng
+    scale = init_scale(loss_scale or default_scaling(plan.precision.name))
+    return {"step": np.int32(0), "skipped": np.int32(0), "scale": scale, "rng": key}
+
+
+def assemble(plan: Plan, params: Any, opt_state: ZeroOptState, fields: dict[str, Any]) -> TrainState:
+    """The state, its small fields brought whole to every device."""
+    small = {k: jax.tree.map(lambda x: jax.device_put(x, plan.replicated), v) for k, v in fields.items()}
+    return TrainState(params, opt_state, **small)

@@ -128,6 +128,7 @@ def _scan(self: Interpreter, eqn: _compat.Eqn, operands: list[Any], wanted: Redu
         slices = dict(zip(stacks, shard_slices, strict=True))
         args = [lazy.slice_of(x, slices) if s else p for x, s, p in zip(xs, staying, plain_xs, strict=True)]
         inner = Interpreter(self.bucket, self.reuse, self.max_live)
+        inner.gathers.free_start = True
         outs = inner.run(layout.body, [*consts, *carry, *args], wanted)
         origin = {id(piece): stacks[key] for key, piece in slices.items()}
         stacked_out[:] = [_restack(out, origin, layout.length) for out in outs[nk:]]

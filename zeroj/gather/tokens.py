@@ -26,9 +26,10 @@ class Gathers:
             were gathered since; 0 means only within its bucket.
     """
 
-    def __init__(self, bucket: int, reuse: int = 0) -> None:
+    def __init__(self, bucket: int, reuse: int = 0, free_start: bool = False) -> None:
         self.bucket = bucket
         self.reuse = reuse
+        self.free_start = free_start
         self.gate = jnp.zeros((), jnp.float32)
         self.ready = jnp.zeros((), jnp.float32)
         self.made = jnp.zeros((), jnp.float32)
@@ -51,9 +52,9 @@ class Gathers:
             self._open()
         self._total += size
         self._in_bucket += size
-        arrays, self.gate = jax.lax.optimization_barrier(
-            ([s.array.astype(s.dtype) for s in new.values()], self.gate)
-        )
+        arrays = [s.array.astype(s.dtype) for s in new.values()]
+        if self._total > size or not self.free_start:
+            arrays, self.gate = jax.lax.optimization_barrier((arrays, self.gate))
         for (key, shard), array in zip(new.items(), arrays, strict=True):
             self._whole[key] = (self._total, shard, plain.gather(array, shard.placement))
 

@@ -9,7 +9,9 @@ import pytest
 from tests.checkpoint.processes import child, pair, said
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(3, "fp16"), pytest.param(1, "bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(3, "fp16"), pytest.param(1, "bf16", marks=pytest.mark.slow)]
+)
 def test_a_new_process_goes_on_bit_by_bit(stage: int, precision: str, tmp_path: pathlib.Path) -> None:
     """H6: losses, schedule, counts, key, scale, moments and params; resumed twice, with accumulation."""
     kind = ("--stage", stage, "--precision", precision)

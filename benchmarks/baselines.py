@@ -105,7 +105,7 @@ def place_batch(mesh: Mesh) -> NamedSharding:
 def _update(
     tx: optax.GradientTransformation, params: Any, state: Any, grads: Any, clip_norm: float
 ) -> tuple[Any, Any]:
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     factor = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-6))
     updates, state = tx.update(jax.tree.map(lambda g: g * factor, grads), state, params)
     return optax.apply_updates(params, updates), state

@@ -41,9 +41,11 @@ def make_step(loss_fn: Callable[..., Any], tx: Any, plan: Any) -> Callable[[Stat
             return jax.lax.with_sharding_constraint(total, plan.grads), loss
 
         micros = jax.tree.map(lambda x: x.reshape(MICRO_BATCHES, -1, *x.shape[1:]), batch)
-        zeros = jax.lax.with_sharding_constraint(jax.tree.map(jnp.zeros_like, params), plan.grads)
+        _, shapes = jax.eval_shape(loss_and_grads, params, jax.tree.map(lambda x: x[0], micros))
+        zeros = jax.tree.map(lambda grad: jnp.zeros(grad.shape, grad.dtype), shapes)
+        zeros = jax.lax.with_sharding_constraint(zeros, plan.grads)
         total, losses = jax.lax.scan(add, zeros, micros)
-        norm = optax.global_norm(total) / MICRO_BATCHES
+        norm = optax.tree.norm(total) / MICRO_BATCHES
         factor = jnp.minimum(1.0, CLIP_NORM / norm) / MICRO_BATCHES
         updates, opt_state = tx.update(jax.tree.map(lambda g: g * factor, total), opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), (losses.mean(), norm)
@@ -57,15 +59,10 @@ def save(folder: pathlib.Path, state: State) -> None:
         checkpointer.save(folder.absolute(), state, force=True)
 
 
-def restore(folder: pathlib.Path, tx: Any, plan: Any) -> State:
-    """Read a state back to where ``plan`` puts it, which may be another plan than it was saved under."""
-    params = plan.params_struct()
-    shapes = jax.eval_shape(tx.init, params)
-    opt_state = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, plan.opt_state
-    )
+def restore(folder: pathlib.Path, plan: Any) -> State:
+    """Read a state back to where ``plan`` puts it."""
     with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(folder.absolute(), (params, opt_state))
+        return checkpointer.restore(folder.absolute(), (plan.params_struct(), plan.opt_state_struct()))
 
 
 def main() -> None:
@@ -84,8 +81,8 @@ def main() -> None:
     tx = zj.wrap_optimizer(tx, plan)
     step = make_step(gpt.make_loss_fn(definition), tx, plan)
 
-    params = jax.jit(init_fn, out_shardings=plan.params)()
-    state = params, jax.jit(tx.init, out_shardings=plan.opt_state)(params)
+    born = zj.init_state(init_fn, tx, plan)  # sharded from the start, so that nothing is ever whole
+    state = born.params, born.opt_state
     batches = text.Batches(text.load().train, 32, 64)
     for number in range(args.steps):
         state, (loss, norm) = step(state, next(batches))
@@ -93,7 +90,7 @@ def main() -> None:
             print(f"step {number:>3}  loss {loss:.4f}  grad norm {norm:.3f}")
 
     save(args.out / "state", state)
-    restored, batch = restore(args.out / "state", tx, plan), next(batches)
+    restored, batch = restore(args.out / "state", plan), next(batches)
     _, (loss, _) = step(state, batch)
     _, (loss_again, _) = step(restored, batch)
     print(f"next loss {loss:.6f}, from the checkpoint {loss_again:.6f}")

@@ -33,13 +33,13 @@ tx = optax.adamw(3e-3)
 plan = zj.make_plan(jax.eval_shape(init_fn), tx, zj.make_mesh(), zj.Zero(stage=3))
 tx = zj.wrap_optimizer(tx, plan)  # (2)
 
-params = jax.jit(init_fn, out_shardings=plan.params)()
+params = zj.shard_params(plan, init_fn())
 opt_state = jax.jit(tx.init, out_shardings=plan.opt_state)(params)
 
 x = jax.random.normal(jax.random.key(1), (256, 64))
 batch = {"x": x, "y": jnp.sin(x.sum(axis=1, keepdims=True))}
 losses = []
-for _ in range(200):
+for _ in range(40):
     params, opt_state, loss = step(params, opt_state, batch)
     losses.append(float(loss))
 

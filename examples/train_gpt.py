@@ -89,6 +89,7 @@ def main() -> int:
     run = Run.resume(setup, args.out) if args.resume else Run.fresh(setup, args.out)
     run.describe()
     run.train(args.steps, args.eval_every, args.save_every)
+    run.engine.close()  # checkpoints are written in the background: wait for the last
     draw(run)
     write_sample(run, PROMPT)
     first, last = run.validation_losses[0][1], run.validation_losses[-1][1]

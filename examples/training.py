@@ -55,7 +55,7 @@ class Run:
         """A run from the model's initial values."""
         out.mkdir(parents=True, exist_ok=True)
         engine = setup.make_engine()
-        batches = text.Batches(setup.corpus.train, engine.train_batch_size, setup.context)
+        batches = text.Batches(setup.corpus.train, engine.batch_sizes.train, setup.context)
         return cls(setup, out, engine, batches)
 
     @classmethod
@@ -92,7 +92,7 @@ class Run:
     def evaluate(self) -> float:
         """Mean loss over the same validation batches every time."""
         held_out = text.Batches(
-            self.setup.corpus.validation, self.engine.train_batch_size, self.setup.context
+            self.setup.corpus.validation, self.engine.batch_sizes.train, self.setup.context
         )
         losses = [float(self.engine.eval_batch(next(held_out))["loss"]) for _ in range(EVAL_BATCHES)]
         self.validation_losses.append((self.step, float(np.mean(losses))))
@@ -130,9 +130,9 @@ class Run:
         """Do a step, and say how it went."""
         started = time.perf_counter()
         metrics = self.train_step()
-        rate = self.engine.train_batch_size * self.setup.context / (time.perf_counter() - started)
+        rate = self.engine.batch_sizes.train * self.setup.context / (time.perf_counter() - started)
         return (
-            f"loss {metrics['loss']:.4f}  lr {self.engine.get_lr():.2e}  "
+            f"loss {metrics['loss']:.4f}  lr {self.engine.get_lr()[0]:.2e}  "
             f"grad norm {metrics['grad_norm']:.3f}  {rate:,.0f} tokens/s"
         )
 
@@ -157,9 +157,13 @@ def draw(run: Run) -> None:
         )
         for stage in range(4)
     }
-    count = sum(x.size for x in jax.tree.leaves(shapes))
     bars = {label: dict(found.memory().device) for label, found in plans.items()}
-    memory_by_stage(run.out / "memory.png", bars, f"{count / 1e6:.2f} M params, Adam, {plan.degree} devices")
+    if run.engine.batch_sizes.accumulation == 1:
+        for parts in bars.values():
+            parts["accumulator"] = 0  # one micro-batch adds up nothing
+    count = sum(x.size for x in jax.tree.leaves(shapes)) / 1e6
+    title = f"State and gradients by ZeRO stage: {count:.2f} M params, Adam, {plan.degree} devices"
+    memory_by_stage(run.out / "memory.png", bars, title)
 
 
 def write_sample(run: Run, prompt: str) -> None:

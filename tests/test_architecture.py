@@ -16,10 +16,10 @@ SCRIPTS = sorted([*(ROOT / "examples").rglob("*.py"), *(ROOT / "benchmarks").rgl
 ALL_PYTHON = [*MODULES, *SCRIPTS, *sorted((ROOT / "tests").rglob("*.py"))]
 
 # Left to right: a part may import itself and what stands left of it.
-FLOW = "errors _compat config plan collectives gather spill optimizer step checkpoint engine trainer".split()
+FLOW = "errors _compat flags config plan collectives gather spill optimizer step checkpoint engine trainer".split()
 # Beside the flow: what each of these may import.
 BESIDE = {
-    "aot": {"errors", "_compat", "config", "plan", "aot"},
+    "aot": {"errors", "_compat", "flags", "config", "plan", "aot"},
     "cli": {*FLOW, "aot", "cli"},
     "__main__": {"cli"},
     "__init__": {*FLOW, "aot"},
@@ -27,8 +27,8 @@ BESIDE = {
 PRIVATE_JAX = ("jax._src", "jax.core", "jax.extend", "jax.interpreters", "jaxlib")
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 350, 60
 
-# A path below somebody's home or a working folder of one machine.
-MACHINE_PATH = re.compile(r"(?<![\w.~}])/(?:home|root|Users|work)/\w")
+# A path below somebody's home or a working folder of one machine; "/home/me" and the like are nobody's.
+MACHINE_PATH = re.compile(r"(?<![\w.~}])/(?:home|root|Users|work)/(?!(?:me|user|you)\b)\w")
 
 
 def relative(path: pathlib.Path) -> str:
@@ -51,9 +51,14 @@ def is_module(name: str) -> bool:
     return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
 
 
-def imports(path: pathlib.Path) -> Iterator[tuple[str, int]]:
-    """Dotted names that a file imports, with lines; ``from a import b`` gives a.b where that is a module."""
-    for node in ast.walk(ast.parse(path.read_text())):
+def imports(path: pathlib.Path, when_loaded: bool = False) -> Iterator[tuple[str, int]]:
+    """Dotted names that a file imports, with lines; ``from a import b`` gives a.b where that is a module.
+
+    With ``when_loaded``, only those at the top level of the file: not those inside functions or for the type
+    checker alone.
+    """
+    tree = ast.parse(path.read_text())
+    for node in tree.body if when_loaded else ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -105,9 +110,10 @@ def test_a_file_imports_only_what_stands_left_of_it(path: pathlib.Path) -> None:
     assert not wrong, f"{part} may import {sorted(allowed_imports(part))} only:\n" + "\n".join(wrong)
 
 
-def test_no_circle_of_imports_within_a_part() -> None:
+def test_no_circle_of_imports_when_modules_load() -> None:
     known = {module_name(path) for path in MODULES}
-    graph = {module_name(path): {name for name, _ in imports(path)} & known for path in MODULES}
+    loaded = {path: {name for name, _ in imports(path, when_loaded=True)} for path in MODULES}
+    graph = {module_name(path): names & known for path, names in loaded.items()}
     done: set[str] = set()
 
     def visit(module: str, trail: list[str]) -> None:
@@ -134,7 +140,7 @@ def test_private_jax_names_stand_in_compat_alone(path: pathlib.Path) -> None:
 @pytest.mark.parametrize("path", ALL_PYTHON, ids=relative)
 def test_files_are_short_and_say_what_they_are(path: pathlib.Path) -> None:
     source = path.read_text()
-    assert ast.get_docstring(ast.parse(source)), f"{relative(path)} has no docstring"
+    assert not source or ast.get_docstring(ast.parse(source)), f"{relative(path)} has no docstring"
     lines = source.count("\n")
     assert lines <= MAX_FILE_LINES, (
         f"{relative(path)} has {lines} lines: one idea a file, {MAX_FILE_LINES} at most"

@@ -1,5 +1,6 @@
 """zeroj: the ZeRO family for JAX. Use as ``import zeroj as zj``."""
 
+from zeroj import aot as aot
 from zeroj.checkpoint.checkpointer import Checkpointer as Checkpointer
 from zeroj.checkpoint.inspect import convert as convert_checkpoint  # noqa: F401
 from zeroj.checkpoint.inspect import inspect as inspect_checkpoint  # noqa: F401
@@ -20,6 +21,7 @@ from zeroj.errors import SpillError as SpillError
 from zeroj.errors import ZerojError as ZerojError
 from zeroj.gather.gradients import value_and_grad as value_and_grad
 from zeroj.gather.loss import Mean as Mean
+from zeroj.gather.scanned import find_scanned as find_scanned
 from zeroj.optimizer.zero import wrap_optimizer as wrap_optimizer
 from zeroj.plan.memory import MemoryReport as MemoryReport
 from zeroj.plan.mesh import make_mesh as make_mesh

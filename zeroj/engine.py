@@ -10,6 +10,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
+from zeroj.checkpoint.checkpointer import Checkpointer
 from zeroj.config.batch import BatchSizes
 from zeroj.config.config import Config
 from zeroj.errors import ConfigError
@@ -51,6 +52,7 @@ class Engine:
         self.loss_fn = loss_fn
         self._schedule = config.make_schedule()
         self._metrics: dict[str, Any] = {}
+        self._checkpointers: dict[str, Checkpointer] = {}
         self._step = make_train_step(
             loss_fn,
             tx,
@@ -123,6 +125,81 @@ class Engine:
     def get_batch_info(self) -> tuple[int, int, int]:
         """(train_batch_size, micro-batch per device, accumulation steps)."""
         return self.batch_sizes.train, self.batch_sizes.micro, self.batch_sizes.accumulation
+
+    def save_checkpoint(
+        self,
+        directory: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        *,
+        wait: bool = False,
+    ) -> str:
+        """Saves the whole state. Every process must call it.
+
+        Args:
+            directory: the folder of checkpoints; one that all processes see.
+            tag: a name to load it by; left out, "global_step{N}".
+            client_state: plain data to get back from :meth:`load_checkpoint`.
+            wait: whether to return only when the checkpoint is complete; otherwise files are written in the
+                background, and a failure is raised by the next save, load or :meth:`close`.
+
+        Returns:
+            The tag.
+
+        Raises:
+            CheckpointError: an earlier save failed, or not every process called this.
+        """
+        tag = f"global_step{self.global_steps}" if tag is None else tag
+        extra = {"global_steps": self.global_steps, "client_state": dict(client_state or {})}
+        self._checkpoints(directory).save(
+            self.state, self.plan, extra, step=self.global_steps, tag=tag, wait=wait
+        )
+        return tag
+
+    def load_checkpoint(
+        self,
+        directory: str | os.PathLike[str],
+        tag: str | None = None,
+        *,
+        load_module_only: bool = False,
+    ) -> tuple[str, dict[str, Any]]:
+        """Restores a state that was saved under any stage, mesh and precision. Every process must call it.
+
+        Args:
+            directory: the folder of checkpoints.
+            tag: which; left out, the newest.
+            load_module_only: whether to take only the params: masters are derived from them, the optimizer
+                and the counters start anew.
+
+        Returns:
+            (folder of the checkpoint, client_state).
+
+        Raises:
+            CheckpointError: there is no such checkpoint, it is damaged, or it does not fit the plan.
+        """
+        checkpoints = self._checkpoints(directory)
+        self.state, extra = checkpoints.restore(
+            self.plan, tx=self.tx, tag=tag, weights_only=load_module_only, loss_scale=self.config.loss_scale
+        )
+        if not load_module_only:
+            self.global_steps = int(extra.get("global_steps", int(self.state.step) + int(self.state.skipped)))
+        return str(checkpoints.directory), dict(extra.get("client_state", {}))
+
+    def close(self) -> None:
+        """Waits for saves in the background.
+
+        Raises:
+            CheckpointError: a save failed.
+        """
+        for checkpoints in self._checkpointers.values():
+            checkpoints.close()
+        self._checkpointers.clear()
+
+    def _checkpoints(self, directory: str | os.PathLike[str]) -> Checkpointer:
+        folder = os.path.abspath(directory)
+        if folder not in self._checkpointers:
+            self._checkpointers[folder] = Checkpointer(folder, keep=None)
+        return self._checkpointers[folder]
 
     def _prepare(self, batch: Any, size: int | None) -> Any:
         if self.config.auto_cast:

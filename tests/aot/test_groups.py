@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from zeroj.aot.groups import group_text, nodes_spanned, parse_groups
-from zeroj.aot.hlo import HloError
+from zeroj.aot.shapes import HloError
 
 
 @pytest.mark.parametrize(

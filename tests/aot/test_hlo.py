@@ -6,7 +6,8 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from zeroj.aot.hlo import Array, HloError, leaves, nbytes, parse, parse_instruction
+from zeroj.aot.hlo import parse, parse_instruction
+from zeroj.aot.shapes import Array, HloError, leaves, nbytes
 
 TEXT = """HloModule jit_step, is_scheduled=true, num_partitions=8
 

@@ -38,6 +38,7 @@ def test_memory_is_arguments_outputs_aliases_and_temporaries() -> None:
         0,
     )
     assert device.total == 2 * shard
+    assert report.fits and "fits the GPU's 84.94 GB" in str(report)
     assert report.host.total == 0
     assert report.collectives == [] and report.hidden_fraction == 1.0
 
@@ -66,6 +67,12 @@ def test_a_cluster_of_4096_gpus_and_a_gpu_of_one_s_own() -> None:
     report = target.compile(jax.jit(jnp.sum), x)
     assert report.device.arguments == 64 * 4
     assert [(c.op, c.group_size, c.nodes) for c in report.collectives] == [("all-reduce", 4096, 512)]
+
+
+def test_a_step_that_does_not_fit_says_so() -> None:
+    small = Target(dataclasses.replace(find("h100"), memory_bytes=10**9), 2, 4)
+    report = small.compile(jax.jit(jnp.sin), struct((2 * 10**9,), P(ALL)))
+    assert not report.fits and "DOES NOT FIT the GPU's 1.00 GB" in str(report)
 
 
 def test_one_gpu() -> None:
@@ -143,3 +150,16 @@ def test_without_the_compiler_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(_compat, "gpu_compiler_installed", lambda: False)
     with pytest.raises(ZerojError, match=r"zeroj\[aot\]"):
         TARGET.compile(jax.jit(jnp.sin), struct((8,)))
+
+
+def test_a_step_on_a_mesh_of_cpu_devices_compiles_too(eight_devices: list[jax.Device]) -> None:
+    mesh = jax.make_mesh((2, 4), ("node", "local"), axis_types=(AxisType.Auto,) * 2, devices=eight_devices)
+    sharding = NamedSharding(mesh, P(ALL))
+    host = sharding.with_memory_kind("pinned_host")
+    step = jax.jit(lambda x, m: (x.sum(), jax.device_put(m, jax.memory.Space.Device) + x))
+    x, m = jax.device_put(jnp.ones((8, 64)), sharding), jax.device_put(jnp.ones((8, 64)), host)
+    report = TARGET.compile(step, x, m)
+    assert [c.op for c in report.collectives] == ["all-reduce"]
+    assert report.host.arguments == 64 * 4 and report.device.arguments == 64 * 4
+    with pytest.raises(PlanError, match="8 devices, the cluster has 16"):
+        Target("h100", 2, 8).compile(step, x, m)

@@ -106,20 +106,19 @@ def test_time_of_one_collective_of_a_megabyte(op: str, size: int, nodes: int, ex
     assert collective_seconds(op, 1e6, size, nodes, GPU) == pytest.approx(expected)
 
 
-def step_on(network: float, nodes: int = 2) -> Timeline:
-    h100 = find("h100")
-    gpu = dataclasses.replace(h100, network=dataclasses.replace(h100.network, value=network))
-    target = Target(gpu, nodes, TARGET.num_devices // nodes)
+def step_on(gigabits: float, nodes: int = 2) -> Timeline:
+    gpus = TARGET.num_devices // nodes
+    target = Target(find("h100").with_network(gigabits, gpus), nodes, gpus)
     step = sharded(jax.grad(scanned_loss), (P(None, ALL), P(ALL)), P(None, ALL))
     return target.compile(step, struct((6, 1024, 1024), P(None, ALL)), struct((8192, 1024), P(ALL))).timeline
 
 
 def test_a_slower_network_never_helps() -> None:
-    fast, slow, slowest = step_on(50e9), step_on(5e9), step_on(0.5e9)
+    fast, slow, slowest = step_on(400), step_on(40), step_on(4)
     assert fast.seconds < slow.seconds < slowest.seconds
     assert fast.communication_seconds < slow.communication_seconds < slowest.communication_seconds
     assert fast.flops == slow.flops == 4 * 2 * 6 * 1024 * 1024 * 1024
 
 
 def test_inside_one_node_the_network_does_not_matter() -> None:
-    assert step_on(50e9, nodes=1) == step_on(0.5e9, nodes=1)
+    assert step_on(400, nodes=1) == step_on(4, nodes=1)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from zeroj import _compat
-from zeroj.aot import flags
+from zeroj import _compat, flags
 from zeroj.errors import PlanError, ZerojError
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ _CALLBACKS = (
 )
 
 _NEEDS_DEVICES = ("require devices to be present", "different from the lowering platform")
-"""How jax says, at lowering, that an operation needs the devices themselves: on a mesh of none, and on a CPU."""
+"""How jax says, at lowering, that an operation needs the devices: on a mesh without any, and on a CPU."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,8 @@ import dataclasses
 import math
 import re
 
-from zeroj.aot import hlo
-from zeroj.aot.hlo import Array, Computation, HloError, Instruction, Module
+from zeroj.aot.hlo import Computation, Instruction, Module
+from zeroj.aot.shapes import Array, HloError, Shape, leaves, nbytes
 
 FREE = frozenset(
     "parameter constant get-tuple-element tuple bitcast iota after-all partition-id replica-id"
@@ -36,7 +36,7 @@ def result_arrays(instruction: Instruction) -> list[Array]:
         shape = shape[0]
     elif instruction.op.endswith("-start") and isinstance(shape, tuple):
         shape = shape[1]
-    return list(hlo.leaves(shape))
+    return list(leaves(shape))
 
 
 def traffic(module: Module, computation: Computation, instruction: Instruction) -> Traffic:
@@ -52,10 +52,10 @@ def traffic(module: Module, computation: Computation, instruction: Instruction) 
     operands = computation.operand_shapes(instruction)
     body = _fused(module, instruction)
     if body is not None:
-        reads = [_parameter_reads(body, i, hlo.nbytes(shape)) for i, shape in enumerate(operands)]
+        reads = [_parameter_reads(body, i, nbytes(shape)) for i, shape in enumerate(operands)]
         writes = _root_writes(body)
     else:
-        reads = [_reads(instruction, i, hlo.nbytes(shape)) for i, shape in enumerate(operands)]
+        reads = [_reads(instruction, i, nbytes(shape)) for i, shape in enumerate(operands)]
         writes = [_written(computation, instruction)] if _in_place(instruction) else []
     results = result_arrays(instruction)
     if len(writes) != len(results):
@@ -72,8 +72,8 @@ def _fused(module: Module, instruction: Instruction) -> Computation | None:
     return None
 
 
-def _on_host(shape: hlo.Shape) -> bool:
-    return any(a.on_host for a in hlo.leaves(shape))
+def _on_host(shape: Shape) -> bool:
+    return any(a.on_host for a in leaves(shape))
 
 
 def _in_place(instruction: Instruction) -> bool:
@@ -91,7 +91,7 @@ def _reads(instruction: Instruction, position: int, whole: int) -> int:
 def _written(computation: Computation, instruction: Instruction) -> int:
     """Bytes that an instruction writes: the update of an update in place, else its result."""
     if _in_place(instruction):
-        return hlo.nbytes(computation.instructions[instruction.operands[1]].shape)
+        return nbytes(computation.instructions[instruction.operands[1]].shape)
     return sum(a.nbytes for a in result_arrays(instruction))
 
 
@@ -159,7 +159,7 @@ def _dot_flops(
 
 
 def _array(computation: Computation, instruction: Instruction, position: int) -> Array:
-    return next(hlo.leaves(computation.instructions[instruction.operands[position]].shape))
+    return next(leaves(computation.instructions[instruction.operands[position]].shape))
 
 
 def _dims(instruction: Instruction, pattern: str) -> list[int]:

@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 
-from zeroj.aot.hlo import HloError
+from zeroj.aot.shapes import HloError
 
 _IOTA = re.compile(r"\[([\d,]*)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"mesh\[([^\]]*)\](?:,\s*device_ids=\((.*?)\))?\s*\{([^}]*)\}")

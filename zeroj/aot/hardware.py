@@ -52,6 +52,17 @@ class Gpu:
     network_latency: float
     launch_latency: float
 
+    def with_network(self, gigabits: float, gpus_per_node: int) -> Gpu:
+        """Returns this GPU in a node whose link to other nodes its GPUs share.
+
+        Args:
+          gigabits: gigabits per second of a whole node, one way.
+          gpus_per_node: GPUs that share them.
+        """
+        source = f"{gigabits:g} Gb/s a node, shared by {gpus_per_node} GPUs"
+        rate = Rate(gigabits * 1e9 / 8 / gpus_per_node, self.network.efficiency, source)
+        return dataclasses.replace(self, network=rate)
+
     def target_config(self) -> str:
         """Returns XLA's GpuTargetConfigProto in text form, with what its compiler needs to know."""
         major, minor = self.compute_capability.split(".")

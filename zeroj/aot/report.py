@@ -11,6 +11,7 @@ from zeroj.aot import traffic
 from zeroj.aot.compile import Compiled
 from zeroj.aot.hardware import Gpu
 from zeroj.aot.hlo import Module, parse
+from zeroj.aot.text import milliseconds, size, table, yes
 from zeroj.aot.timeline import Timeline, simulate
 from zeroj.aot.traffic import Cluster, Collective, HostCopy
 
@@ -98,6 +99,11 @@ class Report:
         """Predicted part of the communication that runs beside compute."""
         return self.timeline.hidden_fraction
 
+    @property
+    def fits(self) -> bool:
+        """Whether the device bytes are within the GPU's memory."""
+        return self.device.total <= self.gpu.memory_bytes
+
     def tokens_per_second(self, tokens: int) -> float:
         """Predicted tokens per second of the cluster, for a global batch of a number of tokens."""
         return tokens / self.step_seconds
@@ -121,6 +127,21 @@ class Report:
         rows = [c for c in self.collectives if op in (None, c.op) and reach in (None, c.reach)]
         return sum(c.wire_per_step for c in rows)
 
+    def as_data(self) -> dict[str, Any]:
+        """Returns the report, without the program's text, as data that JSON can hold."""
+        return {
+            "device": {**dataclasses.asdict(self.device), "total": self.device.total, "fits": self.fits},
+            "host": {**dataclasses.asdict(self.host), "total": self.host.total},
+            "collectives": [{**dataclasses.asdict(c), "reach": c.reach} for c in self.collectives],
+            "copies": [dataclasses.asdict(c) for c in self.copies],
+            "timeline": {**dataclasses.asdict(self.timeline), "hidden_fraction": self.hidden_fraction},
+            "flags": self.flags,
+            "dropped": self.dropped,
+            "cluster": dataclasses.asdict(self.cluster),
+            "gpu": self.gpu.description,
+            "compile_seconds": self.compile_seconds,
+        }
+
     def __str__(self) -> str:
         c = self.cluster
         parts = [
@@ -141,7 +162,10 @@ class Report:
             [name, *map(size, (b.arguments, b.outputs, b.aliased, b.temporary, b.total))]
             for name, b in (("device", self.device), ("host", self.host))
         ]
-        return table(["bytes per GPU", "arguments", "outputs", "aliased", "temporary", "total"], rows)
+        heads = ["bytes per GPU", "arguments", "outputs", "aliased", "temporary", "total"]
+        have = size(self.gpu.memory_bytes)
+        verdict = f"fits the GPU's {have}" if self.fits else f"DOES NOT FIT the GPU's {have}"
+        return f"{table(heads, rows)}\n{verdict}"
 
     def _collective_table(self) -> str:
         groups: dict[tuple[Any, ...], list[float]] = collections.defaultdict(lambda: [0, 0, 0.0])
@@ -192,33 +216,3 @@ class Report:
         lines.append(f"{self.hidden_fraction:.0%} of the communication hidden; longest waits:")
         lines += [f"  {milliseconds(w.seconds)} {w.stream} {w.name} ({w.source})" for w in t.waits[:5]]
         return "\n".join([*lines, *(f"note: {note}" for note in t.notes)])
-
-
-def yes(value: bool) -> str:
-    """Returns "yes" or "no"."""
-    return "yes" if value else "no"
-
-
-def milliseconds(seconds: float) -> str:
-    """Returns seconds as text in milliseconds."""
-    return f"{seconds * 1e3:.2f} ms"
-
-
-def size(count: float) -> str:
-    """Returns a number of bytes as text in decimal units: 1.23 GB."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(count) < 1000 or unit == "TB":
-            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1000
-    raise AssertionError("unreachable")
-
-
-def table(heads: list[str], rows: list[list[str]]) -> str:
-    """Returns a table as text: the first column to the left, the others to the right."""
-    widths = [max(len(r[i]) for r in [heads, *rows]) for i in range(len(heads))]
-    lines = []
-    for row in [heads, *rows]:
-        cells = [c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))]
-        lines.append("  ".join(cells).rstrip())
-    lines.insert(1, "  ".join("-" * w for w in widths))
-    return "\n".join(lines)

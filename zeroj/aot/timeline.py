@@ -15,7 +15,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 
-from zeroj.aot import costs, traffic
+from zeroj.aot import costs, loops, traffic
 from zeroj.aot.hardware import Gpu
 from zeroj.aot.hlo import Computation, Instruction, Module
 from zeroj.aot.traffic import Cluster
@@ -164,7 +164,7 @@ class _Simulator:
     def _run(self, computation: Computation, instruction: Instruction, streams: _Streams) -> None:
         op = instruction.op
         if op in ("while", "call", "conditional"):
-            self._nested(instruction, streams)
+            self._nested(computation, instruction, streams)
         elif op.endswith(("-done", "-update")):
             for name in instruction.operands:
                 if op.endswith("-update"):
@@ -208,14 +208,14 @@ class _Simulator:
         seconds = max(work, moved / self.gpu.hbm.usable) + self.gpu.launch_latency
         return seconds, float(sum(counted.values()))
 
-    def _nested(self, instruction: Instruction, streams: _Streams) -> None:
+    def _nested(self, computation: Computation, instruction: Instruction, streams: _Streams) -> None:
         if instruction.op == "while":
             body = instruction.attribute(r"body=%?([\w.\-]+)") or ""
-            times = traffic.trip_count(instruction)
+            times = loops.trip_count(self.module, computation, instruction)
             if times is None:
                 where = self.module.source(instruction)
                 self.notes.add(f"a loop's count depends on data, its body is counted once: {where}")
-            streams.nested(self.computation(self.module.computations[body]), times or 1)
+            streams.nested(self.computation(self.module.computations[body]), 1 if times is None else times)
             return
         blocks = [self.computation(self.module.computations[name]) for name in instruction.called]
         if instruction.op == "conditional":

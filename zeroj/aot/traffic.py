@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Iterator
 
-from zeroj.aot import costs, groups, hlo
-from zeroj.aot.hlo import Computation, HloError, Instruction, Module
+from zeroj.aot import costs, groups, loops
+from zeroj.aot.hlo import Computation, Instruction, Module
+from zeroj.aot.shapes import HloError, leaves
 
 _WIRE = {
     "all-gather": 1.0,
@@ -121,7 +123,7 @@ def describe(
     """Returns op, dtype, payload bytes, wire bytes, group size and nodes spanned of one collective."""
     op = base_op(instruction)
     shapes = computation.operand_shapes(instruction)
-    arrays = [a for shape in shapes for a in hlo.leaves(shape)]
+    arrays = [a for shape in shapes for a in leaves(shape)]
     arrays = arrays[:1] if op == "ragged-all-to-all" else [a for a in arrays if a.dtype != "token"]
     size, nodes = _reach(instruction, op, cluster)
     payload = sum(a.nbytes for a in arrays) * (size if op == "all-gather" else 1)
@@ -151,13 +153,11 @@ def _reach(instruction: Instruction, op: str, cluster: Cluster) -> tuple[int, in
 
 def done_of(computation: Computation, start: Instruction) -> Instruction | None:
     """The -done instruction that waits for a -start, through any -update between."""
-    names = {start.name}
-    for each in computation.instructions.values():
-        if names.intersection(each.operands):
-            if each.op.endswith("-done"):
-                return each
-            if each.op.endswith("-update"):
-                names.add(each.name)
+    for user in computation.users[start.name]:
+        if user.op.endswith("-done"):
+            return user
+        if user.op.endswith("-update"):
+            return done_of(computation, user)
     return None
 
 
@@ -166,19 +166,21 @@ def compute_between(computation: Computation, start: Instruction) -> int:
     done = done_of(computation, start)
     if done is None:
         return 0
-    names = list(computation.instructions)
-    inside = names[names.index(start.name) + 1 : names.index(done.name)]
-    ops = [computation.instructions[n].op for n in inside]
-    return sum(
-        op not in costs.FREE - {"while", "call", "conditional"} and not op.endswith(("-start", "-done"))
-        for op in ops
-    )
+    first, last = computation.positions[start.name] + 1, computation.positions[done.name]
+    inside = itertools.islice(computation.instructions.values(), first, last)
+    idle = costs.FREE - {"while", "call", "conditional"}
+    return sum(i.op not in idle and not i.op.endswith(("-start", "-done")) for i in inside)
 
 
-def trip_count(instruction: Instruction) -> int | None:
-    """How often a while loop runs its body, by XLA's own annotation, or None."""
-    count = instruction.attribute(r'"known_trip_count":\{"n":"(\d+)"')
-    return int(count) if count else None
+def _count(module: Module, computation: Computation, loop: Instruction) -> int:
+    count = loops.trip_count(module, computation, loop)
+    return 1 if count is None else count
+
+
+def _length(module: Module, computation: Computation) -> int:
+    """Instructions of a computation and of those that it calls."""
+    inner = (module.computations[n] for i in computation.instructions.values() for n in i.called)
+    return len(computation.instructions) + sum(_length(module, c) for c in inner)
 
 
 def walk(
@@ -187,17 +189,22 @@ def walk(
     """Yields every instruction of the schedule with the number of times that a step runs it.
 
     Loops multiply by their trip count (1 where it depends on data), calls are entered, and of a conditional
-    all branches are entered.
+    the branch with the most instructions is.
     """
     computation = computation or module.entry
     for instruction in computation.instructions.values():
         yield computation, instruction, times
         if instruction.op == "while":
             body = instruction.attribute(r"body=%?([\w.\-]+)") or ""
-            yield from walk(module, module.computations[body], times * (trip_count(instruction) or 1))
+            yield from walk(
+                module, module.computations[body], times * _count(module, computation, instruction)
+            )
         elif instruction.op in ("call", "conditional"):
-            for name in instruction.called:
-                yield from walk(module, module.computations[name], times)
+            branches = [module.computations[name] for name in instruction.called]
+            if instruction.op == "conditional":
+                branches = [max(branches, key=lambda c: _length(module, c))]
+            for branch in branches:
+                yield from walk(module, branch, times)
 
 
 def collectives(module: Module, cluster: Cluster) -> list[Collective]:

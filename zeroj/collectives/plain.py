@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,13 @@ def reduce_scatter(value: jax.Array, placement: Placement, axes: Sequence[str]) 
     for dim, names in reversed(placement.dims):
         value = jax.lax.psum_scatter(value, names, scatter_dimension=dim, tiled=True)
     rest = tuple(axis for axis in axes if axis not in placement.axes)
-    return jax.lax.psum(value, rest) if rest else value
+    return total(value, rest)
+
+
+def total(value: Any, axes: Sequence[str]) -> Any:
+    """Sums over devices. An axis of one device is left out: XLA cannot reduce over it beside automatic axes."""
+    split = tuple(axis for axis in axes if jax.lax.axis_size(axis) > 1)
+    return jax.lax.psum(value, split) if split else value
 
 
 def pad(value: jax.Array, placement: Placement) -> jax.Array:

@@ -1,12 +1,13 @@
-"""What "auto" becomes, and what an explicit argument may say: the rules of Hugging Face's Trainer and accelerate.
+"""What "auto" becomes, by the rules of Hugging Face's Trainer and accelerate.
 
-A rule takes a key's value from the arguments of `Config.load`. A key that says "auto" gets it; a key that says
-something else has to agree with it; a key that is left out is filled with it, where its section is there.
+A rule takes a key's value from the arguments of `Config.load`. A key that says "auto" gets it; a key that
+says something else has to agree with it; a key that is left out is filled with it, if its section is there.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,7 +30,7 @@ class AutoRule:
     Args:
         arguments: the arguments that it is made from.
         make: the value, from these arguments.
-        match: whether a written value has to agree, and a missing key is filled. False: only "auto" is filled.
+        match: whether a written value has to agree, and a missing key is filled; if not, only "auto" is.
     """
 
     arguments: tuple[str, ...]
@@ -69,8 +70,12 @@ _TRIPLE = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accum
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> list[Fault]:
-    """Faults of the arguments' names."""
+    """Faults of the arguments' names, and of hidden_size, which "auto" computes with."""
     faults = []
+    hidden = arguments.get("hidden_size")
+    if hidden is not None and not _is_size(hidden):
+        text = f"the argument hidden_size has to be a whole number of at least 1, got {shown(hidden)}"
+        faults.append(Fault((), text))
     for name in arguments:
         if name not in ARGUMENTS:
             near = nearest(name, list(ARGUMENTS))
@@ -90,40 +95,46 @@ def fill(
         arguments: what the caller knows; None stands for left out.
 
     Returns:
-        For each key that was filled where from, by dotted path; and the faults: "auto" that cannot be resolved,
-        and disagreements between file and arguments.
+        Where each filled key got its value from, by dotted path; and the faults: "auto" that cannot be
+        resolved, and disagreements between file and arguments.
     """
-    given = {name: value for name, value in arguments.items() if value is not None}
+    given = _usable(arguments)
     origins: dict[str, str] = {}
     faults: list[Fault] = []
     _infer_triple(data, given, origins)
+    _one_precision(data, given)
     for path, rule in _ruled(root, data, ()):
-        known = all(name in given for name in rule.arguments)
-        value = look_up(data, path)
-        source = "argument " + ", ".join(rule.arguments) if rule.arguments else "default of auto"
-        if value == AUTO:
-            if known:
-                put(data, path, rule.make(*(given[name] for name in rule.arguments)))
-                origins[".".join(path)] = source
-            else:
-                look_up(data, path[:-1]).pop(path[-1])
-                missing = ", ".join(f"{name}=..." for name in rule.arguments if name not in given)
-                faults.append(
-                    Fault(path, f'is "auto", which needs {missing} in Config.load; or write a value')
-                )
-        elif known and rule.match and rule.arguments:
-            made = rule.make(*(given[name] for name in rule.arguments))
-            if value is None:
-                if _may_fill(data, path, made):
-                    put(data, path, made)
-                    origins[".".join(path)] = source
-            elif not _agree(value, made):
-                faults.append(Fault(path, f"the file says {shown(value)}, the {source} says {shown(made)}"))
+        fault = _settle(data, path, rule, given, origins)
+        if fault is not None:
+            faults.append(fault)
     return origins, faults
 
 
+def _settle(
+    data: dict[str, Any], path: Path, rule: AutoRule, given: Mapping[str, Any], origins: dict[str, str]
+) -> Fault | None:
+    """Apply one rule to the key at `path`: resolve, fill, or hold the written value against the arguments."""
+    value = look_up(data, path)
+    is_auto = isinstance(value, str) and value == AUTO
+    missing = [name for name in rule.arguments if name not in given]
+    if missing:
+        if not is_auto:
+            return None
+        look_up(data, path[:-1]).pop(path[-1])
+        needed = ", ".join(f"{name}=..." for name in missing)
+        return Fault(path, f'is "auto", which needs {needed} in Config.load; or write a value')
+    made = rule.make(*(given[name] for name in rule.arguments))
+    source = "argument " + ", ".join(rule.arguments) if rule.arguments else "the rule for auto"
+    if is_auto or (value is None and rule.match and _may_fill(data, path, made)):
+        put(data, path, made)
+        origins[".".join(path)] = source
+    elif value is not None and rule.match and not _agree(value, made):
+        return Fault(path, f"the file says {shown(value)}, the {source} says {shown(made)}")
+    return None
+
+
 def _ruled(model: type[Section], data: Any, path: Path) -> list[tuple[Path, AutoRule]]:
-    """Every key below `model` that has a rule; of sections with types, those of the type that the file names."""
+    """Every key below `model` that has a rule; where a section has types, those of the file's type."""
     found: list[tuple[Path, AutoRule]] = []
     for name in model.model_fields:
         row = row_of(model, name)
@@ -167,7 +178,25 @@ def _infer_triple(data: dict[str, Any], given: Mapping[str, Any], origins: dict[
     known = [key for key in _TRIPLE if data.get(key, AUTO) != AUTO or by_argument[key] in given]
     if len(open_) == 1 and len(known) == 2:
         del data[open_[0]]
-        origins[open_[0]] = "worked out from the other two batch sizes"
+        origins[open_[0]] = "the other two batch sizes, once the mesh is known"
+
+
+def _usable(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    given = {name: value for name, value in arguments.items() if value is not None}
+    if not _is_size(given.get("hidden_size")):
+        given.pop("hidden_size", None)
+    return given
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= 1
+
+
+def _one_precision(data: dict[str, Any], given: dict[str, Any]) -> None:
+    """With one of bf16 and fp16 switched on by argument, the other one's "auto" is off."""
+    for on, off in (("bf16", "fp16"), ("fp16", "bf16")):
+        if given.get(on) is True and look_up(data, (off, "enabled")) == AUTO:
+            given.setdefault(off, False)
 
 
 def _agree(written: Any, made: Any) -> bool:

@@ -53,44 +53,50 @@ class Batch:
             >>> Batch(train=32, micro=2).resolve(8, "data=8")
             BatchSizes(train=32, micro=2, accumulation=2)
         """
-        train, micro, accumulation = self.train, self.micro, self.accumulation
         counted = f"{world} device{'s' if world != 1 else ''} (mesh axes counted: {axes})"
-        if train is None and micro is None:
-            raise ConfigError(
-                f"batch sizes: set {_KEYS[0]} or {_KEYS[1]}; the config has {self.given()}. Counted {counted}."
-            )
-        if train is not None and train < world:
-            raise ConfigError(
-                f"batch sizes: {_KEYS[0]}={train} is less than one example for each of {counted}. A global batch must "
-                f"be at least {world} there; to put less than one example on a device, use a mesh with a further "
-                "axis for the model, which is not counted."
-            )
+        self._check_world(world, counted)
+        train, micro, accumulation = self.train, self.micro, self.accumulation
         if train is None:
             assert micro is not None
             accumulation = accumulation or 1
             train = micro * accumulation * world
         elif micro is None:
             accumulation = accumulation or 1
-            micro = self._divide(train, accumulation * world, f"{_KEYS[2]}={accumulation}", _KEYS[1], counted)
+            micro = _divide(train, accumulation * world, f"{_KEYS[2]}={accumulation}", _KEYS[1], counted)
         elif accumulation is None:
-            accumulation = self._divide(train, micro * world, f"{_KEYS[1]}={micro}", _KEYS[2], counted)
-        if train != micro * accumulation * world:
+            accumulation = _divide(train, micro * world, f"{_KEYS[1]}={micro}", _KEYS[2], counted)
+        product = micro * accumulation * world
+        if train != product:
             raise ConfigError(
-                f"batch sizes: {_KEYS[0]}={train}, but {_KEYS[1]}={micro} x {_KEYS[2]}={accumulation} x {world} "
-                f"devices = {micro * accumulation * world}. Counted {counted}. Leave one of the three out, and zeroj "
+                f"batch sizes: {_KEYS[0]}={train}, but {_KEYS[1]}={micro} x {_KEYS[2]}={accumulation} x "
+                f"{world} devices = {product}. Counted {counted}. Leave one of the three out, and zeroj "
                 "works it out."
             )
         return BatchSizes(train, micro, accumulation)
+
+    def _check_world(self, world: int, counted: str) -> None:
+        if self.train is None and self.micro is None:
+            raise ConfigError(
+                f"batch sizes: set {_KEYS[0]} or {_KEYS[1]}; the config has {self.given()}. "
+                f"Counted {counted}."
+            )
+        if self.train is not None and self.train < world:
+            raise ConfigError(
+                f"batch sizes: {_KEYS[0]}={self.train} is less than one example for each of {counted}. A "
+                f"global batch must be at least {world} there; to put less than one example on a device, use "
+                "a mesh with a further axis for the model, which is not counted."
+            )
 
     def given(self) -> str:
         """The sizes that the config gives, as "key=value, ..."."""
         values = (self.train, self.micro, self.accumulation)
         return ", ".join(f"{k}={v}" for k, v in zip(_KEYS, values) if v is not None) or "none of the three"
 
-    def _divide(self, train: int, by: int, divisor: str, wanted: str, counted: str) -> int:
-        if train % by:
-            raise ConfigError(
-                f"batch sizes: {_KEYS[0]}={train} and {divisor} on {counted} give {wanted} = {train}/{by}, which is "
-                f"not a whole number. Choose {_KEYS[0]} as a multiple of {by}."
-            )
-        return train // by
+
+def _divide(train: int, by: int, divisor: str, wanted: str, counted: str) -> int:
+    if train % by:
+        raise ConfigError(
+            f"batch sizes: {_KEYS[0]}={train} and {divisor} on {counted} give {wanted} = {train}/{by}, "
+            f"which is not a whole number. Choose {_KEYS[0]} as a multiple of {by}."
+        )
+    return train // by

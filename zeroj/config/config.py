@@ -10,12 +10,12 @@ import optax
 
 from zeroj.config.batch import Batch
 from zeroj.config.load import Loaded, load
-from zeroj.config.needs import needs_of
+from zeroj.config.needs import FILE_NEEDS, needs_of
 from zeroj.config.optimizers import describe, make_optimizer
 from zeroj.config.precision import LossScale, loss_scale_of
 from zeroj.config.reader import Source
-from zeroj.config.report import report_of, resolved_of
 from zeroj.config.schedules import make_schedule
+from zeroj.config.table import report_of, resolved_of
 from zeroj.config.zero import Zero
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -41,8 +41,8 @@ class Config:
         """Read a ds_config.json and check all of it.
 
         Args:
-            source: a path, a dict, or JSON text. Comments and trailing commas are taken, and keys that start with
-                an underscore are comments too.
+            source: a path, a dict, or JSON text. Comments and trailing commas are taken, and keys that start
+                with an underscore are comments too.
             **arguments: what "auto" resolves to, and what the file is held against, by the names of Hugging
                 Face's TrainingArguments (learning_rate, per_device_train_batch_size, max_grad_norm, ...), and
                 hidden_size, num_training_steps. None is the same as left out.
@@ -162,10 +162,10 @@ class Config:
 
     def needs(self) -> tuple[str, ...]:
         """Names of the features that the file asks for, so that an engine can refuse one that it lacks."""
-        return needs_of(self.loaded.file)
+        return self.zero.needs() + needs_of(FILE_NEEDS, self.loaded.file)
 
     def report(self) -> str:
-        """A table of the file: each key, its value, and whether it is honoured or not needed, and why."""
+        """Each key of the file with its value, whether it is honoured, not needed or off, and why."""
         return report_of(self.loaded, self.optimizer_text)
 
     def resolved(self) -> dict[str, Any]:

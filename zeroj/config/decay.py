@@ -14,9 +14,9 @@ _ANY = re.compile(r".*norm.*|ln(_.*|\d.*)?|bn(_.*|\d.*)?", re.IGNORECASE)
 def is_bias_or_norm(path: tuple[Any, ...]) -> bool:
     """Whether a leaf is a bias, or belongs to a normalisation, by the names in its path.
 
-    It is when its last name is "bias" or "scale", or ends in "_bias" or "_scale"; or when any name has "norm" in
-    it, or is "ln" or "bn", or starts with "ln_", "bn_", "ln1", "bn1" and the like. Shapes are not looked at: under
-    `jax.lax.scan` over layers a bias has two dims.
+    It is when its last name is "bias" or "scale", or ends in "_bias" or "_scale"; or when any name has "norm"
+    in it, or is "ln" or "bn", or starts with "ln_", "bn_", "ln1", "bn1" and the like. Shapes are not looked
+    at: under `jax.lax.scan` over layers a bias has two dims.
 
     Args:
         path: a key path of `jax.tree_util`. A last "value" (of an nnx Variable) is not a name.
@@ -37,7 +37,7 @@ def decay_mask(params: Any) -> Any:
 
 
 def is_muon_matrix(path: tuple[Any, ...], leaf: Any) -> bool:
-    """Whether Muon takes a leaf: two dims, and no name with "embed" or "head" in its path (DeepSpeed's rule)."""
+    """Whether Muon takes a leaf: two dims, and no embedding or head by the names in its path."""
     return leaf.ndim == 2 and not any(
         part in _name(key).lower() for key in path for part in ("embed", "head", "wte", "wpe")
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,8 +15,9 @@ from zeroj.config.names import nearest
 from zeroj.config.old import modernise
 from zeroj.config.optimizer_rows import REFUSED_OPTIMIZERS, CommonParams
 from zeroj.config.reader import Source, read
+from zeroj.config.root_rules import ROOT_RULES, notes_of
 from zeroj.config.rows import Section, shown
-from zeroj.config.rules import ROOT_RULES, broken_rules, notes_of, zero_faults
+from zeroj.config.rules import broken_rules, zero_faults
 from zeroj.config.scheduler_rows import ScheduleParams
 from zeroj.config.schema import DsConfig
 
@@ -46,6 +48,8 @@ def load(source: Source, arguments: Mapping[str, Any]) -> Loaded:
     data, name, faults = read(source)
     faults += check_arguments(arguments)
     notes, more = modernise(data)
+    for note in notes:
+        warnings.warn(f"{name}: {note}", UserWarning, stacklevel=3)
     faults += more
     origins, more = fill(data, DsConfig, arguments)
     faults += more
@@ -53,7 +57,7 @@ def load(source: Source, arguments: Mapping[str, Any]) -> Loaded:
     blamed = {fault.path for fault in faults}
     faults += [fault for fault in more if fault.path not in blamed]
     file = _lenient(data, faults)
-    skip = [fault.path for fault in faults]
+    skip = [fault.path for fault in faults if fault.path]
     faults += broken_rules(ROOT_RULES, _View(file, optimizer, scheduler), (), skip)
     faults += zero_faults(file.zero_optimization, ("zero_optimization",), skip)
     raise_faults(name, faults)
@@ -76,7 +80,7 @@ def _check(data: dict[str, Any]) -> tuple[list[Fault], Any, Any]:
     try:
         DsConfig.model_validate(data)
     except pydantic.ValidationError as error:
-        faults = faults_of(error, DsConfig, (), DsConfig)
+        faults = faults_of(error, DsConfig, data)
     optimizer = _typed(data, "optimizer", faults)
     scheduler = _typed(data, "scheduler", faults)
     return faults, optimizer, scheduler
@@ -98,7 +102,7 @@ def _typed(data: dict[str, Any], key: str, faults: list[Fault]) -> Section | Non
     try:
         return model.model_validate(params)
     except pydantic.ValidationError as error:
-        faults += faults_of(error, model, (key, "params"), DsConfig)
+        faults += faults_of(error, model, params, (key, "params"), DsConfig)
         return None
 
 

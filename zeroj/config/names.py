@@ -12,6 +12,7 @@ from zeroj.config.rows import Row, Section, row_of
 Path = tuple[str, ...]
 
 
+@functools.cache
 def subsection(model: type[Section], name: str) -> type[Section] | None:
     """The section that the key `name` of a section holds, if it holds one."""
     field = model.model_fields.get(model.aliases.get(name, name))
@@ -21,14 +22,6 @@ def subsection(model: type[Section], name: str) -> type[Section] | None:
         if isinstance(part, type) and issubclass(part, Section):
             return part
     return None
-
-
-def section_at(model: type[Section], path: Path) -> type[Section] | None:
-    """The section at `path` below `model`."""
-    found: type[Section] | None = model
-    for name in path:
-        found = subsection(found, name) if found is not None else None
-    return found
 
 
 def walk(model: type[Section], path: Path = ()) -> Iterator[tuple[Path, type[Section], str, Row]]:
@@ -53,14 +46,29 @@ def legal_paths(root: type[Section]) -> tuple[Path, ...]:
     return tuple(found)
 
 
-def hint(path: Path, root: type[Section]) -> str:
-    """What an unknown key may have been meant to be: a sentence, or nothing."""
-    *above, name = path
+def names_in(model: type[Section]) -> list[str]:
+    """Every legal spelling in a section."""
+    return [*model.model_fields, *model.aliases]
+
+
+def hint(path: Path, here: list[str], root: type[Section]) -> str:
+    """What an unknown key may have been meant to be.
+
+    Args:
+        path: the key's path.
+        here: the names that are legal where it stands.
+        root: the whole schema.
+
+    Returns:
+        One sentence with a space before it.
+    """
+    name = path[-1]
     legal = legal_paths(root)
-    here = [p for p in legal if list(p[:-1]) == above]
-    near = nearest(name, [p[-1] for p in here])
+    near = nearest(name, here)
     if near:
         return f' Did you mean "{near}"?'
+    if path in legal:
+        return ' It belongs to another "type".'
     elsewhere = [p for p in legal if p[-1] == name]
     if elsewhere:
         return f" It belongs to {_places(elsewhere)}."

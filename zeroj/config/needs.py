@@ -1,29 +1,36 @@
-"""The features that a config asks for, by name."""
+"""The features that a config asks for, by name, so that an engine can refuse by name what it has not got."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from zeroj.config.schema import DsConfig
 
-NEEDS: dict[str, Callable[[DsConfig], Any]] = {
-    "offload_optimizer:cpu": lambda f: _device(f, "offload_optimizer") == "cpu",
-    "offload_optimizer:nvme": lambda f: _device(f, "offload_optimizer") == "nvme",
-    "offload_optimizer:ratio": lambda f: (
-        _device(f, "offload_optimizer") != "none" and f.zero_optimization.offload_optimizer.ratio < 1  # type: ignore[union-attr]
+def _device(zero: Any, section: str) -> str:
+    part = getattr(zero, section)
+    return "none" if part is None else str(part.device)
+
+
+ZERO_NEEDS: dict[str, Callable[[Any], bool]] = {
+    "offload_optimizer:cpu": lambda z: _device(z, "offload_optimizer") == "cpu",
+    "offload_optimizer:nvme": lambda z: _device(z, "offload_optimizer") == "nvme",
+    "offload_optimizer:ratio": lambda z: (
+        _device(z, "offload_optimizer") != "none" and z.offload_optimizer.ratio < 1
     ),
-    "offload_param:cpu": lambda f: _device(f, "offload_param") == "cpu",
-    "offload_param:nvme": lambda f: _device(f, "offload_param") == "nvme",
-    "nvme": lambda f: "nvme" in (_device(f, "offload_optimizer"), _device(f, "offload_param")),
-    "zero++:hpZ": lambda f: f.zero_optimization.zero_hpz_partition_size > 1,
-    "zero++:qwZ": lambda f: f.zero_optimization.zero_quantized_weights,
-    "zero++:qgZ": lambda f: f.zero_optimization.zero_quantized_gradients,
-    "zero++:nontrainable": lambda f: f.zero_optimization.zero_quantized_nontrainable_weights,
-    "zero++:loco": lambda f: f.zero_optimization.zeropp_loco_param is not None,
-    "mics": lambda f: f.zero_optimization.mics_shard_size > 0,
-    "mics:hierarchical": lambda f: f.zero_optimization.mics_hierarchical_params_gather,
-    "reshard_after_forward:false": lambda f: not f.zero_optimization.reshard_after_forward,
+    "offload_param:cpu": lambda z: _device(z, "offload_param") == "cpu",
+    "offload_param:nvme": lambda z: _device(z, "offload_param") == "nvme",
+    "nvme": lambda z: "nvme" in (_device(z, "offload_optimizer"), _device(z, "offload_param")),
+    "zero++:hpZ": lambda z: z.zero_hpz_partition_size > 1,
+    "zero++:qwZ": lambda z: z.zero_quantized_weights,
+    "zero++:qgZ": lambda z: z.zero_quantized_gradients,
+    "zero++:nontrainable": lambda z: z.zero_quantized_nontrainable_weights,
+    "zero++:loco": lambda z: z.zeropp_loco_param is not None,
+    "mics": lambda z: z.mics_shard_size > 0,
+    "mics:hierarchical": lambda z: z.mics_hierarchical_params_gather,
+    "reshard_after_forward:false": lambda z: not z.reshard_after_forward,
+}
+
+FILE_NEEDS: dict[str, Callable[[Any], bool]] = {
     "fp16": lambda f: f.fp16.enabled,
     "fp16:auto_cast": lambda f: f.fp16.enabled and f.fp16.auto_cast,
     "low_precision_master": lambda f: (
@@ -43,11 +50,6 @@ NEEDS: dict[str, Callable[[DsConfig], Any]] = {
 }
 
 
-def _device(file: DsConfig, section: str) -> str:
-    part = getattr(file.zero_optimization, section)
-    return "none" if part is None else str(part.device)
-
-
-def needs_of(file: DsConfig) -> tuple[str, ...]:
-    """The names of `NEEDS` that hold for a checked file."""
-    return tuple(name for name, asked in NEEDS.items() if asked(file))
+def needs_of(table: Mapping[str, Callable[[Any], bool]], section: Any) -> tuple[str, ...]:
+    """The names in `table` that hold for a checked section."""
+    return tuple(name for name, asked in table.items() if asked(section))

@@ -1,4 +1,4 @@
-"""The sections "offload_optimizer", "offload_param" and "aio": where state lives when it is not on the device."""
+"""The sections "offload_optimizer", "offload_param" and "aio": state that does not live on the device."""
 
 from __future__ import annotations
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
+from pydantic_core import PydanticCustomError
 
 from zeroj.config.rows import Bool, Float, Section, Text, Variants, honoured, not_needed, refused
 
-_Unit = Annotated[float, pydantic.Field(ge=0, lt=1)]
+_Unit = Annotated[Float, pydantic.Field(ge=0, lt=1)]
 
 
 def _pair(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise PydanticCustomError("pair", "must be a list of two numbers")
+    return tuple(value)
 
 
-Betas = Annotated[tuple[_Unit, _Unit], pydantic.BeforeValidator(_pair), pydantic.Strict()]
+Betas = Annotated[tuple[_Unit, _Unit], pydantic.BeforeValidator(_pair)]
 DecayMask = Literal["all", "no_bias_or_norm"]
 _LR = "Learning rate, where no scheduler sets it."
 _CLIP = ("DeepSpeed refuses it here as well", 'use the top-level key "gradient_clipping"')
@@ -27,8 +30,8 @@ class CommonParams(Section):
     weight_decay: Float = honoured(0.0, "Weight decay.", auto="weight_decay", ge=0)
     decay_mask: DecayMask = honoured(
         "all",
-        'zeroj\'s own. "no_bias_or_norm": no weight decay for a leaf whose last name is bias or scale, or that has '
-        'a name with "norm" in it, or that starts with "ln", in its path.',
+        'zeroj\'s own. "no_bias_or_norm": no weight decay for a leaf whose last name is bias or scale, or '
+        'with a name in its path that has "norm" in it, or is like ln_1 or bn1 (zeroj/config/decay.py).',
     )
     max_grad_norm: Float | None = refused(None, *_CLIP)
 

@@ -141,9 +141,7 @@ def _with_betas(
     if momentum is None:
         return Link(factory(b1=betas[0], b2=betas[1], **fixed), f"b1={betas[0]:g}, b2={betas[1]:g}")
     # fp32, since optax would otherwise take the params' dtype, in which 0.99 and 1 may be the same
-    cycled = optax.inject_hyperparams(
-        factory, static_args=("mode", "mu_dtype", "nesterov"), hyperparam_dtype=jnp.float32
-    )
+    cycled = optax.inject_hyperparams(factory, hyperparam_dtype=jnp.float32)
     return Link(cycled(b1=momentum, b2=0.99, **fixed), "b1=cycled, b2=0.99")
 
 

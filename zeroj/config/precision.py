@@ -41,7 +41,7 @@ class DataTypes(Section):
 
     grad_accum_dtype: DType | None = honoured(
         None,
-        "Dtype in which micro-batches' gradients are added up. Left out: fp32 (DeepSpeed: the model's dtype).",
+        "Dtype in which micro-batches' gradients are added up. Left out: fp32 (DeepSpeed: the model's).",
     )
     param_dtype: DType | None = honoured(None, "Has to repeat the precision that is switched on.")
     buffer_dtype: DType | None = refused(

@@ -1,14 +1,16 @@
 """The building blocks of the schema: one row a key, with its type, default, what becomes of it, and why.
 
-A section of ds_config.json is a frozen pydantic model. Each of its fields is made by :func:`honoured`,
-:func:`not_needed` or :func:`refused`, so that the reader, the report, the docs and the tests all read one table.
+A section of ds_config.json is a frozen pydantic model. Each of its fields is made by `honoured`, `not_needed`
+or `refused`, so that the reader, the report, the docs and the tests all read one table.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
+import numbers
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -26,15 +28,13 @@ class Row:
         status: "honoured", "not needed" or "refused".
         text: for an honoured key what it does; otherwise the reason, in terms of JAX and XLA.
         instead: for a refused key, what to do instead.
-        accepted: values of a refused key that are let through beside its default, since they ask for nothing.
-        auto: name of the rule (see `zeroj.config.auto`) that gives the key its value when the file says "auto".
+        auto: name of the rule in `zeroj.config.auto` that decides the key when the file says "auto".
         keys: names inside a section that is refused as a whole.
     """
 
     status: Status
     text: str
     instead: str = ""
-    accepted: tuple[Any, ...] = ()
     auto: str | None = None
     keys: tuple[str, ...] = ()
 
@@ -49,23 +49,16 @@ def not_needed(default: Any, why: str, *, auto: str | None = None, **bounds: Any
     return _field(default, Row("not needed", why, auto=auto), bounds)
 
 
-def refused(
-    default: Any,
-    why: str,
-    instead: str,
-    *,
-    accepted: tuple[Any, ...] = (),
-    keys: tuple[str, ...] = (),
-    **bounds: Any,
-) -> Any:
-    """A field whose default (and `accepted` values) may be written, and whose other values are an error."""
-    return _field(default, Row("refused", why, instead, accepted=accepted, keys=keys), bounds)
+def refused(default: Any, why: str, instead: str, *, keys: tuple[str, ...] = (), **bounds: Any) -> Any:
+    """A field whose default may be written, and whose other values are an error."""
+    return _field(default, Row("refused", why, instead, keys=keys), bounds)
 
 
 def _field(default: Any, row: Row, bounds: dict[str, Any]) -> Any:
     return pydantic.Field(default, description=row.text, json_schema_extra={"row": row}, **bounds)  # type: ignore[dict-item]
 
 
+@functools.cache
 def row_of(model: type[pydantic.BaseModel], name: str) -> Row:
     """The row of the field `name` of a section."""
     extra = model.model_fields[name].json_schema_extra
@@ -79,26 +72,32 @@ def shown(value: Any) -> str:
     """A value as the file would write it, and its type: `"8" (str)`."""
     try:
         text = json.dumps(value)
-    except TypeError:
-        text = repr(value)
+    except (TypeError, ValueError, RecursionError):  # not JSON, a huge int, a cycle
+        text = object.__repr__(value) if isinstance(value, int) else repr(value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
 
 
 def _whole(value: Any) -> Any:
     """Take 5e8 for an int, as DeepSpeed's users write; take neither a bool, nor text, nor 0.5."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not _is_real(value) or value != int(value):
         raise PydanticCustomError("whole", "must be a whole number")
-    if isinstance(value, float):
-        if not math.isfinite(value) or value != int(value):
-            raise PydanticCustomError("whole", "must be a whole number")
-        return int(value)
-    return value
+    return int(value)
 
 
 def _number(value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if not _is_real(value):
         raise PydanticCustomError("number", "must be a finite number")
     return float(value)
+
+
+def _is_real(value: Any) -> bool:
+    """Whether `value` is a finite number, of Python or of numpy; a bool is none."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int beyond the largest float
+        return False
 
 
 def _names(value: Any) -> Any:
@@ -109,8 +108,8 @@ def _switched_off(value: Any) -> Any:
     """Let a refused section through only where it asks for nothing."""
     if value is None or value is False or value == {}:
         return None
-    if isinstance(value, Mapping) and value.get("enabled") is False:
-        return dict(value)
+    if isinstance(value, Mapping) and (value.get("enabled") is False or value.get("enabled") == "auto"):
+        return {**value, "enabled": False}  # Hugging Face's old templates have an amp section of "auto"
     raise PydanticCustomError("switched_off", "is not supported")
 
 
@@ -145,15 +144,8 @@ class Section(pydantic.BaseModel):
     @classmethod
     def _refuse(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
         assert info.field_name is not None
-        row = row_of(cls, info.field_name)
-        if row.status == "refused" and not _is_harmless(
-            value, cls.model_fields[info.field_name].default, row
-        ):
+        default = cls.model_fields[info.field_name].default
+        switched_off = isinstance(value, dict)  # `Off` lets through no other section
+        if row_of(cls, info.field_name).status == "refused" and value != default and not switched_off:
             raise PydanticCustomError("refused", "is not supported")
         return value
-
-
-def _is_harmless(value: Any, default: Any, row: Row) -> bool:
-    if isinstance(value, dict):  # a refused section that is switched off
-        return True
-    return any(type(value) is type(ok) and value == ok for ok in (default, *row.accepted))

@@ -1,8 +1,8 @@
 """DeepSpeed's learning rate schedules, as functions of the number of updates made.
 
-DeepSpeed steps its scheduler after an update, and starts it one before the first step. So update `t` (from 0) runs
-at the rate of scheduler step `k = t - 1`, and the first update at the rate of `k = -1`, the start. Every function
-here takes `t`, as optax does, and applies that lag. Formulas: deepspeed/runtime/lr_schedules.py.
+DeepSpeed steps its scheduler after an update, and starts it one before the first step. So update `t` (from 0)
+runs at the rate of scheduler step `k = t - 1`, and the first update at the rate of `k = -1`, the start. Every
+function here takes `t`, as optax does, and applies that lag. Formulas: deepspeed/runtime/lr_schedules.py.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def build_schedule(params: ScheduleParams, base_lr: float | None = None) -> opta
         A jittable function from an int32 count of updates to an fp32 learning rate.
 
     Example:
-        >>> schedule = build_schedule(WarmupLRParams(warmup_max_lr=1.0, warmup_num_steps=4, warmup_type="linear"))
+        >>> params = WarmupLRParams(warmup_max_lr=1.0, warmup_num_steps=4, warmup_type="linear")
+        >>> schedule = build_schedule(params)
         >>> [round(float(schedule(t)), 2) for t in range(7)]
         [0.0, 0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
     """
@@ -167,7 +168,7 @@ class _Cycle:
 
 
 def _stairs(position: jax.Array, length: int, stairs: int) -> jax.Array:
-    """`position / length`, floored to one of `stairs` stairs; whole numbers, so that no stair is lost to rounding."""
+    """`position / length`, floored to one of `stairs`; in whole numbers, so that none is rounded away."""
     if stairs == 0:
         return position / length
     return (position * stairs // length) / stairs
@@ -185,16 +186,13 @@ def _shape_of(params: OneCycleParams) -> _Cycle:
 
 
 def _one_cycle(params: OneCycleParams, start: float, cycle: _Formula, decay: _Formula) -> _Formula:
-    """`start` before the first step, `cycle` of the scale within the cycle, `decay` of decay steps after it."""
+    """`start` before the first step, `cycle` of the scale in the cycle, `decay` of decay steps after it."""
     shape = _shape_of(params)
 
     def formula(k: jax.Array) -> jax.Array:
         within = cycle(shape.scale((k + 1) % shape.total))
-        intervals = (
-            (k - shape.total + 1) / params.decay_step_size
-            if params.decay_step_size
-            else jnp.zeros_like(k, float)
-        )
+        after = (k - shape.total + 1).astype(jnp.float32)
+        intervals = after / params.decay_step_size if params.decay_step_size else jnp.zeros_like(after)
         return jnp.where(k < 0, start, jnp.where(k < shape.total, within, decay(intervals)))
 
     return formula

@@ -21,7 +21,7 @@ from zeroj.config.run_rows import (
 from zeroj.config.scheduler_rows import SchedulerSection
 from zeroj.config.zero import ZeroSection
 
-_AXIS = "add an axis to the mesh for it, as in zj.make_mesh(local=4, model=2), and shard the model over it yourself"
+_AXIS = "add an axis to the mesh, as in zj.make_mesh(local=4, model=2), and shard the model over it yourself"
 _MODEL = "do it in the model"
 _DATA = "do it where the batches are made"
 

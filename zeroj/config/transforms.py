@@ -39,8 +39,8 @@ def scale_by_plain_adam(
 def clip_trust_ratio(low: float, high: float) -> optax.GradientTransformation:
     """LAMB's layer-wise step: scale each leaf's update by `clip(|param| / |update|, low, high)`.
 
-    Where either norm is zero, the update is left as it is. Source: You et al., arXiv 1904.00962, section 3, with
-    the bounds of DeepSpeed's Lamb.
+    Where either norm is zero, the update is left as it is. Source: You et al., arXiv 1904.00962, section 3,
+    with the bounds of DeepSpeed's Lamb.
 
     Args:
         low: smallest ratio.

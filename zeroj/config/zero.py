@@ -8,9 +8,10 @@ from typing import Any, ClassVar, Literal
 import pydantic
 
 from zeroj.config.faults import faults_of, raise_faults
+from zeroj.config.needs import ZERO_NEEDS, needs_of
 from zeroj.config.offload import OffloadOptimizer, OffloadParam
 from zeroj.config.rows import Bool, Float, Int, Names, Off, Section, honoured, not_needed, refused
-from zeroj.config.rules import zero_faults
+from zeroj.config.rules import device_faults, zero_faults
 
 _COMBINED = "XLA combines collectives itself; their size is a compiler flag, not a property of the step"
 _SCHEDULED = "XLA's latency-hiding scheduler places every gather and every reduction"
@@ -63,8 +64,8 @@ class ZeroSection(Section):
     )
     stage3_param_persistence_threshold: Int | None = honoured(
         None,
-        "Leaves of at most this many elements stay whole. Left out: zeroj keeps the smallest leaves whole, so "
-        "long as together they are at most 2 % of total / N.",
+        "Leaves of at most this many elements stay whole. Left out: zeroj keeps the smallest leaves whole, "
+        "so long as together they are at most 2 % of total / N.",
         auto="persistence",
         ge=0,
     )
@@ -73,8 +74,8 @@ class ZeroSection(Section):
     )
     reshard_after_forward: Bool = honoured(
         True,
-        "zeroj's own. true: a gathered param is freed after the forward pass and gathered again for the backward "
-        "pass (3Ψ on the wire). false: it is kept (2Ψ, and the params whole at the peak). Stage 3.",
+        "zeroj's own. true: a gathered param is freed after the forward pass and gathered again for the "
+        "backward pass (3Ψ on the wire). false: it is kept (2Ψ, and the params whole at the peak). Stage 3.",
     )
     zero_hpz_partition_size: Int = honoured(
         1, "hpZ: devices of a group that holds a second, 16-bit shard of the params. Stage 3.", gt=0
@@ -187,5 +188,24 @@ class Zero(ZeroSection):
         try:
             super().__init__(**fields)
         except pydantic.ValidationError as error:
-            raise_faults("zj.Zero", faults_of(error, ZeroSection, ()))
+            raise_faults("zj.Zero", faults_of(error, ZeroSection, fields))
         raise_faults("zj.Zero", zero_faults(self))
+
+    def needs(self) -> tuple[str, ...]:
+        """Names of the features that it asks for, so that an engine can refuse one that it lacks."""
+        return needs_of(ZERO_NEEDS, self)
+
+    def check_devices(self, world: int, local: int) -> None:
+        """Check what can only be checked once the mesh is known.
+
+        Args:
+            world: the ZeRO degree: all devices that share the state.
+            local: how many of them are in one node.
+
+        Raises:
+            ConfigError: a group of hpZ or MiCS does not fit the devices.
+
+        Example:
+            >>> Zero(stage=3, zero_hpz_partition_size=4).check_devices(world=8, local=4)
+        """
+        raise_faults("zj.Zero", device_faults(self, world, local))

@@ -181,4 +181,6 @@ def _local(
 
 def _reduction(plan: Plan, leaf: ParamLeaf) -> Reduction:
     dtype = plan.precision.communication or plan.precision.compute(leaf.dtype)
+    if plan.precision.half and not plan.stage.grads:
+        return Reduction(leaf.placement, np.dtype(dtype), plan.zero_axes, whole=True)
     return Reduction(plan.grad_placement(leaf), np.dtype(dtype), plan.zero_axes)

@@ -15,8 +15,9 @@ from zeroj.gather.lazy import Shard
 from zeroj.plan import tree
 from zeroj.plan.plan import ParamLeaf, Plan
 
-#: Elements gathered together unless the config says otherwise (DeepSpeed's stage3_prefetch_bucket_size).
-DEFAULT_BUCKET = 50_000_000
+#: Elements gathered together unless the config says otherwise (stage3_prefetch_bucket_size). About one layer of
+#: width 4096: with DeepSpeed's 5e7 a large matrix would have to hide behind a single small one.
+DEFAULT_BUCKET = 200_000_000
 #: Elements that may be gathered at a time unless the config says otherwise (stage3_max_live_parameters).
 DEFAULT_MAX_LIVE = 1_000_000_000
 
@@ -39,7 +40,7 @@ def check_params(plan: Plan, params: Any) -> list[jax.Array]:
     if faults:
         raise PlanError(
             "The params do not fit the plan:\n  - " + "\n  - ".join(faults) + "\n"
-            "Make the plan from these params, and bring them into its layout with plan.shard(params)."
+            "Make the plan from these params, and bring them into its layout with zj.shard_params(plan, params)."
         )
     if treedef != plan.treedef:
         raise PlanError(f"The params have another tree type than the plan:\n  {treedef}\n  {plan.treedef}")

@@ -7,6 +7,7 @@ values alone stays lazy; one that also takes activations has its parameters gath
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 
 from zeroj import _compat
 from zeroj.gather import lazy
-from zeroj.gather.reductions import ReductionPlan, Reductions, place_reductions
+from zeroj.gather.reductions import Reduction, ReductionPlan, Reductions, place_reductions
 from zeroj.gather.tokens import Gathers
 
 
@@ -57,14 +58,17 @@ class Interpreter:
         for index, eqn in enumerate(jaxpr.eqns):
             outs = self._equation(eqn, [read(v) for v in eqn.invars], reductions)
             for var, out in zip(eqn.outvars, outs, strict=True):
-                reduction = reductions.at.get(var)
-                env[var] = reduction(self.force([out])[0]) if reduction else out
+                env[var] = self._reduced(out, reductions.at.get(var))
             for var in last.get(index, ()):
                 env.pop(var, None)
         outs = [read(v) for v in jaxpr.outvars]
-        return [
-            r(self.force([out])[0]) if r else out for out, r in zip(outs, reductions.at_exit, strict=True)
-        ]
+        return [self._reduced(out, r) for out, r in zip(outs, reductions.at_exit, strict=True)]
+
+    def _reduced(self, value: Any, reduction: Reduction | None) -> Any:
+        """A gradient summed over devices; any other value as it is."""
+        if reduction is None:
+            return value
+        return self.gathers.reduce(self.force([value])[0], reduction)
 
     def force(self, values: Sequence[Any]) -> list[Any]:
         """Gathers and evaluates the lazy ones among ``values``; passes the others."""
@@ -112,6 +116,7 @@ def _scan(self: Interpreter, eqn: _compat.Eqn, operands: list[Any], wanted: Redu
     nc, nk = layout.num_consts, layout.num_carry
     xs = operands[nc + nk :]
     staying = [lazy.is_lazy(x) and lazy.sliceable(x) for x in xs]
+    _warn_whole([x for x, stay in zip(xs, staying, strict=True) if lazy.is_lazy(x) and not stay], eqn)
     ready = self.force(operands[: nc + nk] + [None if s else x for x, s in zip(xs, staying, strict=True)])
     consts, init, whole_xs = ready[:nc], ready[nc : nc + nk], ready[nc + nk :]
     shards = [s for x, stay in zip(xs, staying, strict=True) if stay for s in lazy.shards_of(x)]
@@ -123,6 +128,7 @@ def _scan(self: Interpreter, eqn: _compat.Eqn, operands: list[Any], wanted: Redu
         slices = dict(zip(stacks, shard_slices, strict=True))
         args = [lazy.slice_of(x, slices) if s else p for x, s, p in zip(xs, staying, plain_xs, strict=True)]
         inner = Interpreter(self.bucket, self.reuse, self.max_live)
+        inner.gathers.free_start = True
         outs = inner.run(layout.body, [*consts, *carry, *args], wanted)
         origin = {id(piece): stacks[key] for key, piece in slices.items()}
         stacked_out[:] = [_restack(out, origin, layout.length) for out in outs[nk:]]
@@ -141,6 +147,19 @@ def _scan(self: Interpreter, eqn: _compat.Eqn, operands: list[Any], wanted: Redu
     self.gathers.gate = self.gathers.gate + jnp.sum(tokens)
     rest = iter(ys)
     return [*carry, *(next(rest) if stack is None else stack for stack in stacked_out)]
+
+
+def _warn_whole(stacks: list[Any], eqn: _compat.Eqn) -> None:
+    """Tells of stacks that a loop cannot take slice by slice because their first dim is sharded."""
+    shards = [s for x in stacks for s in lazy.shards_of(x)]
+    paths = sorted({s.path for s in shards if any(dim == 0 for dim, _ in s.placement.dims)})
+    if paths:
+        warnings.warn(
+            f"The scan at {_compat.source_line(eqn)} runs over dim 0 of {', '.join(paths)}, which is sharded: "
+            "they are gathered whole before the loop. Make the plan with scanned=zj.find_scanned(loss_fn, "
+            f"params, batch), or scanned={paths}.",
+            stacklevel=2,
+        )
 
 
 def _restack(out: Any, origin: dict[int, lazy.Shard], length: int) -> lazy.Stacked | None:
@@ -173,6 +192,11 @@ def _remat(self: Interpreter, eqn: _compat.Eqn, operands: list[Any], wanted: Red
             operands[i] = value
     outs = self.run(called, operands, wanted)
     self.gathers.leave_region()
+    onward = [
+        i for i, (v, w) in enumerate(zip(outs, wanted, strict=True)) if w is None and isinstance(v, jax.Array)
+    ]
+    for i, value in zip(onward, self.gathers.after_gradients([outs[i] for i in onward]), strict=True):
+        outs[i] = value
     return outs
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from zeroj import _compat
+from zeroj.collectives.plain import total as total_over
 from zeroj.errors import PlanError
 
 
@@ -131,7 +132,7 @@ def gradient_program(
             return out.total, out
 
         total, backward, out = jax.vjp(of_live, [leaves[i] for i in live], has_aux=True)
-        whole = jnp.float32(degree) if out.weight is None else jax.lax.psum(out.weight, axes)
+        whole = jnp.float32(degree) if out.weight is None else total_over(out.weight, axes)
         seed = jnp.where(whole > 0, scale / jnp.where(whole > 0, whole, 1.0), 0.0)
         (grads,) = backward(seed.astype(total.dtype))
         return out, grads

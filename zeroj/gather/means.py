@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zeroj.collectives.plain import total
 from zeroj.gather.loss import LossOut, Mean
 
 #: Runs one micro-batch: (micro-batch, key) -> (loss, gradients, token).
@@ -38,7 +39,7 @@ def accumulate(
         head = _summable(head)
         if head.weight is None or accumulation == 1:
             return head, grads, token, jnp.float32(1)
-        weight = jax.lax.psum(head.weight, axes)
+        weight = total(head.weight, axes)
         return head, [g * weight.astype(g.dtype) for g in grads], token, weight
 
     first = jax.tree.map(lambda x: x[0], batches)
@@ -47,10 +48,10 @@ def accumulate(
         return head, grads, token
     shapes = jax.eval_shape(weighted, first, keys[0])
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    total, _ = jax.lax.scan(
+    summed, _ = jax.lax.scan(
         lambda carry, x: (jax.tree.map(jnp.add, carry, weighted(*x)), None), zeros, (batches, keys)
     )
-    head, grads, token, weight = total
+    head, grads, token, weight = summed
     mean = head.total / accumulation if head.weight is None else head.total
     aux = _map_aux(head.aux, lambda x: x / accumulation if _floating(x) else x, lambda mean: mean)
     return LossOut(mean, head.weight, aux), [g / _nonzero(weight).astype(g.dtype) for g in grads], token
@@ -61,15 +62,15 @@ def over_devices(
 ) -> tuple[jax.Array, jax.Array | None, Any]:
     """(loss, count, aux) over all devices: fp32 mean, the sum of counts or None, and the reduced aux."""
     head = _summable(head)
-    count = None if head.weight is None else jax.lax.psum(head.weight, axes)
-    loss = jax.lax.psum(head.total, axes) / (degree if count is None else _nonzero(count))
+    count = None if head.weight is None else total(head.weight, axes)
+    loss = total(head.total, axes) / (degree if count is None else _nonzero(count))
 
     def plain(x: jax.Array) -> jax.Array:
-        total = jax.lax.psum(x, axes)
-        return total / degree if _floating(x) else total
+        summed = total(x, axes)
+        return summed / degree if _floating(x) else summed
 
     def exact(mean: Mean) -> jax.Array:
-        return jax.lax.psum(mean.total, axes) / _nonzero(jax.lax.psum(mean.count, axes))
+        return total(mean.total, axes) / _nonzero(total(mean.count, axes))
 
     return loss, count, _map_aux(head.aux, plain, exact)
 

@@ -8,7 +8,7 @@ of the bucket before is about to start. Every output of a barrier must be used, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -26,14 +26,19 @@ class Gathers:
             were gathered since; 0 means only within its bucket.
     """
 
-    def __init__(self, bucket: int, reuse: int = 0) -> None:
+    def __init__(self, bucket: int, reuse: int = 0, free_start: bool = False) -> None:
         self.bucket = bucket
         self.reuse = reuse
+        self.free_start = free_start
         self.gate = jnp.zeros((), jnp.float32)
         self.ready = jnp.zeros((), jnp.float32)
+        self.made = jnp.zeros((), jnp.float32)
+        self._reduced = jnp.zeros((), jnp.float32)
+        self._reduced_earlier = jnp.zeros((), jnp.float32)
         self._total = 0
         self._in_bucket = 0
         self._opens = False
+        self._in_region = False
         self._outer_reuse = reuse
         self._whole: dict[tuple[int, str], tuple[int, Shard, jax.Array]] = {}
 
@@ -43,25 +48,45 @@ class Gathers:
         if not new:
             return
         size = sum(shard.size for shard in new.values())
-        if self._total == 0 or self._in_bucket + size > self.bucket:
+        if self._total == 0 or self._in_bucket >= self.bucket:
             self._open()
         self._total += size
         self._in_bucket += size
-        arrays, self.gate = jax.lax.optimization_barrier(
-            ([s.array.astype(s.dtype) for s in new.values()], self.gate)
-        )
+        arrays = [s.array.astype(s.dtype) for s in new.values()]
+        if self._total > size or not self.free_start:
+            arrays, self.gate = jax.lax.optimization_barrier((arrays, self.gate))
         for (key, shard), array in zip(new.items(), arrays, strict=True):
             self._whole[key] = (self._total, shard, plain.gather(array, shard.placement))
 
     def before_use(self, values: Sequence[jax.Array]) -> list[jax.Array]:
         """Marks the start of the first use in a bucket; the next bucket's gathers wait for ``values``."""
-        return self.hold(values) if self._opens and values else list(values)
+        if not (self._opens and values):
+            return list(values)
+        return self.hold(values if self._in_region else self.after_gradients(values))
 
     def hold(self, values: Sequence[jax.Array]) -> list[jax.Array]:
         """Puts ``values`` behind a barrier, and the next bucket's gathers behind ``values``."""
         self._opens = False
         held, self.ready = jax.lax.optimization_barrier((list(values), self.ready))
         return held
+
+    def after_gradients(self, values: Sequence[jax.Array]) -> list[jax.Array]:
+        """Holds ``values`` until gradients are made, and those of the stretch before are reduced too.
+
+        Nothing but the end of the step needs a weight's gradient, so XLA may put off making or reducing it,
+        and keep alive, through the whole backward pass, what it is made from, or the full gradients.
+        """
+        held, made, earlier = jax.lax.optimization_barrier((list(values), self.made, self._reduced_earlier))
+        self.made = made + earlier
+        self._reduced_earlier = self._reduced
+        self._reduced = jnp.zeros((), jnp.float32)
+        return held
+
+    def reduce(self, grad: jax.Array, reduction: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """Reduces a gradient over devices, in step with the backward pass."""
+        grad, self.made = jax.lax.optimization_barrier((grad, self.made))
+        reduced, self._reduced = jax.lax.optimization_barrier((reduction(grad), self._reduced))
+        return reduced
 
     def enter_region(self, shards: Sequence[Shard], max_live: int) -> None:
         """Starts a region that shares its gathered parameters, and no others.
@@ -72,6 +97,7 @@ class Gathers:
                 together), otherwise bucket by bucket.
             max_live: in elements.
         """
+        self._in_region = True
         self._outer_reuse, self.reuse, self._whole = self.reuse, max_live, {}
         if shards:
             self._open()
@@ -81,6 +107,7 @@ class Gathers:
 
     def leave_region(self) -> None:
         """Ends the region: nothing that it gathered is used again."""
+        self._in_region = False
         self.reuse, self._whole = self._outer_reuse, {}
         if self._total:
             self._open()
@@ -91,7 +118,7 @@ class Gathers:
 
     def token(self) -> jax.Array:
         """A zero that depends on every barrier; it must reach an output of the program."""
-        return self.gate + self.ready
+        return self.gate + self.ready + self.made + self._reduced + self._reduced_earlier
 
     def _open(self) -> None:
         """Starts a bucket: its gathers wait for the first use of the bucket before."""

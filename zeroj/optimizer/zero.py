@@ -18,7 +18,7 @@ import optax
 from zeroj.collectives import plain
 from zeroj.errors import PlanError
 from zeroj.plan import tree
-from zeroj.plan.plan import ParamLeaf, Plan
+from zeroj.plan.plan import ParamLeaf, Plan, check_tx
 from zeroj.plan.rules import Placement
 from zeroj.plan.tree import ZeroOptState
 
@@ -57,6 +57,7 @@ def wrap_optimizer(tx: optax.GradientTransformation, plan: Plan) -> ZeroOptimize
         if tx.plan is not plan:
             raise PlanError("tx is already wrapped for another plan; wrap the bare optax optimizer again.")
         return tx
+    check_tx(tx)
     user_tx = optax.with_extra_args_support(tx)
     _check_state(user_tx, plan)
 

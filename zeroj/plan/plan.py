@@ -236,7 +236,7 @@ def make_plan(
     """
     zero = Zero() if zero is None else zero if isinstance(zero, Zero) else Zero(**dict(zero))
     policy = precision if isinstance(precision, Precision) else make_precision(precision)
-    _check_tx(tx)
+    check_tx(tx)
     axes = zero_axes_of(mesh, zero_axes)
     mesh = tree.auto_mesh(mesh)
     flat, treedef = tree.flatten(params)
@@ -289,7 +289,8 @@ def _threshold(zero: Zero, sizes: list[int], degree: int) -> int:
     return auto_threshold(sizes, degree) if given is None else int(given)
 
 
-def _check_tx(tx: Any) -> None:
+def check_tx(tx: Any) -> None:
+    """Raises a PlanError where ``tx`` is no optax transformation."""
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         raise PlanError(
             f"tx must be an optax.GradientTransformation (with init and update), not {type(tx).__name__}. "

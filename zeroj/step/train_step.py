@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from zeroj import flags
 from zeroj.config.precision import LossScale
 from zeroj.errors import PlanError
 from zeroj.gather.evaluate import evaluate
@@ -106,7 +107,7 @@ def make_train_step(
             metrics["aux"] = out.aux
         return new, metrics
 
-    return jax.jit(step, donate_argnums=(0,) if donate else ())
+    return jax.jit(step, donate_argnums=(0,) if donate else (), compiler_options=flags.step_options())
 
 
 def make_eval_step(

@@ -1,0 +1,212 @@
+"""Bytes, traffic and time of every ZeRO choice from the sizes of a model alone: no tracing, no compiler.
+
+The state follows the table of stages (Rajbhandari et al. 2020, "ZeRO", section 5, with Adam's K = 12 split
+into master 4 and moments 8), the traffic the same paper's section 7, ZeRO++ Wang et al. 2023, section 3. P
+is the number of parameters, N the number of GPUs, k the GPUs of a node.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from zeroj.aot.choices import Batch, Choice, Machine
+from zeroj.aot.sizes import Sizes
+from zeroj.aot.timeline import collective_seconds
+
+BF16, FP32 = 2, 4
+MASTER, MOMENTS = FP32, 2 * FP32
+NVME_BUFFERS = 4
+"""Leaves of optimizer state that pass through host memory at a time when it lies on disk."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """What a choice needs: bytes by part per GPU, bytes per node of host and NVMe, traffic, step time.
+
+    ``intra`` and ``inter`` are bytes that one GPU sends in a step to GPUs of its node, and across nodes.
+    """
+
+    choice: Choice
+    parts: dict[str, int]
+    host: int
+    nvme: int
+    intra: float
+    inter: float
+    compute_seconds: float
+    communication_seconds: float
+    update_seconds: float
+    seconds: float
+    over: dict[str, int]
+
+    @property
+    def device(self) -> int:
+        """Bytes per GPU."""
+        return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing is over what there is."""
+        return not self.over
+
+
+def estimate(choice: Choice, sizes: Sizes, batch: Batch, machine: Machine) -> Estimate:
+    """Returns what one choice needs for a model, a batch and a machine.
+
+    Example::
+
+      machine = Machine(find("h100"), 1, 8, host_memory=1e12, nvme=0)
+      estimate(Choice(2), from_numbers(13e9, 40, 5120), Batch(), machine).device
+    """
+    parts, host, nvme = _memory(choice, sizes, batch, machine)
+    forward, backward, update = _collectives(choice, sizes, batch, machine)
+    intra, inter = _sent(forward + backward + update, machine)
+    links = [_seconds(c, machine) for c in (forward, backward, update)]
+    compute = _compute_seconds(sizes, batch, machine)
+    # Layers overlap their neighbours' collectives; the first one's gather and the last one's scatter are
+    # exposed.
+    fetch, store = _parameter_transfers(choice, sizes, batch, machine)
+    hidden = max(compute / 3, links[0], fetch) + max(compute * 2 / 3, links[1], fetch, store)
+    exposed = (links[0] + links[1]) / sizes.layers
+    own = _update_seconds(choice, sizes, machine) + links[2]
+    over = {
+        "GPU": sum(parts.values()) - int(0.92 * machine.gpu.memory_bytes),
+        "host": host - int(0.9 * machine.host_memory),
+        "NVMe": nvme - int(0.9 * machine.nvme),
+    }
+    return Estimate(
+        choice,
+        parts,
+        host,
+        nvme,
+        intra,
+        inter,
+        compute,
+        sum(links),
+        own,
+        hidden + exposed + own,
+        {place: by for place, by in over.items() if by > 0},
+    )
+
+
+def _memory(choice: Choice, sizes: Sizes, batch: Batch, machine: Machine) -> tuple[dict[str, int], int, int]:
+    """Bytes by part on a GPU, and bytes per node on host and NVMe."""
+    n, k, p = machine.num_gpus, machine.gpus_per_node, sizes.params
+    state_share = 1 if choice.stage == 0 else n
+    master = _share(MASTER * p, n if choice.stage == 3 else state_share)
+    moments = _share(MOMENTS * p, state_share)
+    grad_bytes = BF16 if batch.accumulation == 1 and choice.stage < 3 else FP32
+    parts = {
+        "params": 0 if choice.stage == 3 else BF16 * p,
+        "master": master,
+        "moments": moments,
+        "grads": _share(grad_bytes * p, n if choice.stage >= 2 else 1),
+        "gathered": 2 * BF16 * sizes.gathered if choice.stage == 3 else 0,
+        "full grads": BF16 * sizes.gathered if choice.stage >= 2 else 0,
+        "secondary": _share(BF16 * p, k) if choice.zeropp else 0,
+        "activations": sizes.activations(batch.tokens, batch.remat),
+    }
+    places = {"none": 0, "cpu": 0, "nvme": 0}
+    for part, place in (
+        ("moments", choice.optimizer),
+        ("master", _master_place(choice)),
+        ("grads", choice.params),
+    ):
+        places[place] += parts[part] if place != "none" else 0
+        parts[part] = 0 if place != "none" else parts[part]
+    # What is not resident streams through the GPU, and what is on disk through the host, a few leaves at a
+    # time.
+    streamed = places["cpu"] + places["nvme"] > 0
+    parts["streamed"] = 2 * _share((MASTER + MOMENTS) * sizes.gathered, n) if streamed else 0
+    buffers = NVME_BUFFERS * _share((MASTER + MOMENTS) * sizes.gathered, n) if places["nvme"] else 0
+    return parts, (places["cpu"] + buffers) * k, places["nvme"] * k
+
+
+def _master_place(choice: Choice) -> str:
+    """The fp32 master: at stage 3 it is the params, below it lies beside the moments."""
+    return choice.params if choice.stage == 3 else choice.optimizer
+
+
+def _share(total: int, parts: int) -> int:
+    return math.ceil(total / parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Collective:
+    op: str
+    payload: float
+    size: int
+    nodes: int
+
+
+def _collectives(
+    choice: Choice, sizes: Sizes, batch: Batch, machine: Machine
+) -> tuple[list[_Collective], list[_Collective], list[_Collective]]:
+    """Collectives of a step's forwards, backwards and update: payloads of the whole model."""
+    n, m, k = machine.num_gpus, machine.nodes, machine.gpus_per_node
+    whole, times = float(BF16 * sizes.params), batch.accumulation
+    gather = _Collective("all-gather", whole, n, m)
+    scatter = _Collective("reduce-scatter", whole, n, m)
+    if choice.zeropp:
+        # int8 gather; backward's gather inside the node; int4 all-to-all inside the node, then across nodes.
+        forward = [_Collective("all-gather", whole / 2, n, m)]
+        local = _Collective("all-gather", whole / 2, k, 1)
+        swaps = [_Collective("all-to-all", whole / 4, k, 1), _Collective("all-to-all", whole / 4 / k, m, m)]
+        return forward * times, [local, *swaps] * times, []
+    if choice.stage == 3:
+        return [gather] * times, [gather, scatter] * times, []
+    if choice.stage == 2:
+        return [], [scatter] * times, [gather]
+    if choice.stage == 1:
+        return [], [scatter], [gather]
+    return [], [_Collective("all-reduce", whole, n, m)], []
+
+
+def _seconds(collectives: list[_Collective], machine: Machine) -> float:
+    return sum(collective_seconds(c.op, c.payload, c.size, c.nodes, machine.gpu) for c in collectives)
+
+
+def _sent(collectives: list[_Collective], machine: Machine) -> tuple[float, float]:
+    """Bytes that one GPU sends inside its node and across nodes, by the rings of collective_seconds."""
+    intra = inter = 0.0
+    for c in collectives:
+        factor = 2.0 if c.op == "all-reduce" else 1.0
+        inside = max(1, c.size // c.nodes)
+        wire = factor * c.payload * (c.size - 1) / c.size
+        if c.nodes == 1:
+            intra += wire
+        elif c.op == "all-to-all":
+            inter += c.payload * (c.size - inside) / c.size
+            intra += c.payload * (inside - 1) / c.size
+        else:
+            inter += wire / inside
+            intra += wire * (inside - 1) / inside
+    return intra, inter
+
+
+def _compute_seconds(sizes: Sizes, batch: Batch, machine: Machine) -> float:
+    work = sizes.flops(batch.tokens, batch.sequence) * batch.accumulation
+    return work * (4 / 3 if batch.remat else 1) / machine.gpu.flops_bf16.usable
+
+
+def _parameter_transfers(choice: Choice, sizes: Sizes, batch: Batch, machine: Machine) -> tuple[float, float]:
+    """Seconds that params away from the GPU take on their way in, once a pass, and gradients out."""
+    if choice.params == "none":
+        return 0.0, 0.0
+    rate = machine.gpu.pcie.usable
+    if choice.params == "nvme":
+        rate = min(rate, machine.nvme_rate / machine.gpus_per_node)
+    share = sizes.params / machine.num_gpus * batch.accumulation
+    return MASTER * share / rate, FP32 * share / rate
+
+
+def _update_seconds(choice: Choice, sizes: Sizes, machine: Machine) -> float:
+    """The optimizer: bytes of state over device memory, or PCIe both ways at once, or the node's disks."""
+    share = sizes.params / (1 if choice.stage == 0 else machine.num_gpus)
+    seconds = 2 * share * (MASTER + MOMENTS + FP32) / machine.gpu.hbm.usable
+    away = 0.0
+    away += MOMENTS * share if choice.optimizer != "none" else 0
+    away += MASTER * share if _master_place(choice) != "none" else 0
+    seconds = max(seconds, away / machine.gpu.pcie.usable)
+    on_disk = MOMENTS * share * (choice.optimizer == "nvme") + MASTER * share * (choice.params == "nvme")
+    return max(seconds, 2 * on_disk * machine.gpus_per_node / machine.nvme_rate)

@@ -83,6 +83,24 @@ def test_a_step_saved_again_replaces_the_old_one(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["4", "5"]
 
 
+def test_a_step_keeps_its_tags_within_one_history(
+    tmp_path: pathlib.Path, plan: Any, state: zj.TrainState
+) -> None:
+    with zj.Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(state, plan, step=4, tag="best")
+        checkpoints.save(state, plan, step=4, tag="global_step4")
+        checkpoints.save(state, plan, step=4, tag="best")
+        assert (
+            checkpoints.restore(plan, tag="best")[1] == checkpoints.restore(plan, tag="global_step4")[1] == {}
+        )
+        checkpoints.save(state, plan, {"branch": 2}, step=4, tag="second")
+        with pytest.raises(
+            zj.CheckpointError, match=r"of tag 'best'. It holds: 4 \(tag 'second'\)$|of tag 'best'"
+        ):
+            checkpoints.restore(plan, tag="best")
+        assert checkpoints.restore(plan, tag="second")[1] == {"branch": 2}
+
+
 @pytest.mark.parametrize(
     ("rules", "kept"),
     [

@@ -25,6 +25,7 @@ from zeroj.gather.inputs import (
 from zeroj.gather.loss import LossOut
 from zeroj.gather.means import accumulate, over_devices
 from zeroj.gather.reductions import Reduction
+from zeroj.plan.mesh import traced_on
 from zeroj.plan.plan import ParamLeaf, Plan
 
 
@@ -79,7 +80,7 @@ def value_and_grad(
         grads = plan.treedef.unflatten([next(live) if leaf.trainable else None for leaf in plan.leaves])
         return ((out.loss, out.aux) if has_aux else out.loss), grads
 
-    return run
+    return traced_on(plan.mesh, run)
 
 
 def gradients(

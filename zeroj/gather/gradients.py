@@ -14,6 +14,7 @@ from zeroj.gather.inputs import check_batch, check_params, interpreter, lazy_lea
 from zeroj.gather.loss import LossOut
 from zeroj.gather.means import accumulate, over_devices
 from zeroj.gather.views import View, make_view
+from zeroj.plan.mesh import traced_on
 from zeroj.plan.plan import Plan
 
 
@@ -69,7 +70,7 @@ def value_and_grad(
         grads = plan.treedef.unflatten([next(live) if leaf.trainable else None for leaf in plan.leaves])
         return ((out.loss, out.aux) if has_aux else out.loss), grads
 
-    return run
+    return traced_on(plan.mesh, run)
 
 
 def gradients(

@@ -16,6 +16,7 @@ from zeroj.gather.evaluate import evaluate
 from zeroj.gather.gradients import Gradients, gradients
 from zeroj.gather.views import make_view
 from zeroj.optimizer.zero import ZeroOptimizer, apply_gradients, wrap_optimizer
+from zeroj.plan.mesh import traced_on
 from zeroj.plan.plan import Plan
 from zeroj.step.precision import all_finite, default_scaling, next_scale
 from zeroj.step.state import TrainState
@@ -119,7 +120,10 @@ def make_train_step(
             metrics["aux"] = out.aux
         return new, metrics
 
-    return jax.jit(step, donate_argnums=(0,) if donate else (), compiler_options=flags.step_options())
+    options = flags.step_options()
+    return jax.jit(
+        traced_on(plan.mesh, step), donate_argnums=(0,) if donate else (), compiler_options=options
+    )
 
 
 def make_eval_step(
@@ -147,7 +151,7 @@ def make_eval_step(
         loss, aux = evaluate(loss_fn, plan, state.params, batch, state.rng, view=view, has_aux=has_aux)
         return {"loss": loss, **({"aux": aux} if jax.tree.leaves(aux) else {})}
 
-    return jax.jit(step)
+    return jax.jit(traced_on(plan.mesh, step))
 
 
 def _unscale_and_clip(

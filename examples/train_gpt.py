@@ -35,7 +35,7 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("--config", type=pathlib.Path, required=True, help="a ds_config.json")
     add("--out", type=pathlib.Path, default=pathlib.Path("out"), help="folder for all that is written")
-    add("--steps", type=int, default=240, help="train up to this step")
+    add("--steps", type=int, default=200, help="train up to this step")
     add("--eval-every", type=int, default=40, help="steps between evaluations")
     add("--save-every", type=int, default=40, help="steps between checkpoints")
     add("--resume", action="store_true", help="go on from the newest checkpoint under --out")

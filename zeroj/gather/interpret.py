@@ -82,7 +82,7 @@ class Interpreter:
         inside = reductions.inside.get(id(eqn))
         has_lazy = any(lazy.is_lazy(value) for value in operands)
         if not has_lazy and inside is None:
-            return _compat.bind(eqn, operands)
+            return _compat.bind(eqn, self._in_step(eqn, operands))
         rule = RULES.get(eqn.primitive.name)
         if rule is not None:
             with _compat.source_of(eqn):
@@ -95,6 +95,14 @@ class Interpreter:
             return list(lazy.apply(eqn, operands))
         return self.consume(eqn, operands)
 
+    def _in_step(self, eqn: _compat.Eqn, operands: list[Any]) -> list[Any]:
+        """The operands of a costly equation, held until the gradients before it are made; see ``Gathers``."""
+        if eqn.primitive.name not in COSTLY or not self.gathers.gradients_are_due():
+            return operands
+        at_hand = [i for i, v in enumerate(operands) if isinstance(v, jax.Array)]
+        held = dict(zip(at_hand, self.gathers.after_gradients([operands[i] for i in at_hand]), strict=True))
+        return [held.get(i, v) for i, v in enumerate(operands)]
+
     def consume(self, eqn: _compat.Eqn, operands: list[Any]) -> list[Any]:
         """Gathers what the equation needs, evaluates it, and lets go."""
         lazies = [value for value in operands if lazy.is_lazy(value)]
@@ -105,6 +113,9 @@ class Interpreter:
             whole = [lazy.evaluate(held.get(i, v), self.gathers.whole) for i, v in enumerate(operands)]
         return _compat.bind(eqn, whole)
 
+
+#: Equations that are worth waiting for, and with which a reduction can hide.
+COSTLY = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "scan"})
 
 Rule = Callable[[Interpreter, _compat.Eqn, list[Any], Reductions], list[Any]]
 

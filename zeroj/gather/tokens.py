@@ -45,6 +45,7 @@ class Gathers:
         self._total = 0
         self._in_bucket = 0
         self._opens = False
+        self._unheld = 0
         self._in_region = False
         self._outer_reuse = reuse
         self._whole: dict[tuple[int, str], tuple[int, Shard, jax.Array]] = {}
@@ -85,12 +86,18 @@ class Gathers:
         """
         held, made, earlier = jax.lax.optimization_barrier((list(values), self.made, self._reduced_earlier))
         self.made = made + earlier
+        self._unheld = 0
         self._reduced_earlier = self._reduced
         self._reduced = jnp.zeros((), jnp.float32)
         return held
 
+    def gradients_are_due(self) -> bool:
+        """Whether a bucket of gradients was marked since anything was held for them."""
+        return self._unheld >= self.bucket
+
     def reduce(self, grad: jax.Array, reduction: Callable[[jax.Array], jax.Array]) -> jax.Array:
         """Reduces a gradient over devices, in step with the backward pass."""
+        self._unheld += grad.size
         grad, self.made = jax.lax.optimization_barrier((grad, self.made))
         reduced, self._reduced = jax.lax.optimization_barrier((reduction(grad), self._reduced))
         return reduced

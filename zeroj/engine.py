@@ -14,6 +14,7 @@ from zeroj.checkpoint.checkpointer import Checkpointer
 from zeroj.config.batch import BatchSizes
 from zeroj.config.config import Config
 from zeroj.errors import ConfigError
+from zeroj.gather.scanned import find_scanned
 from zeroj.plan.mesh import make_mesh, zero_axes_of
 from zeroj.plan.plan import Plan, make_plan
 from zeroj.plan.precision import make_precision
@@ -216,6 +217,7 @@ def initialize(
     *,
     trainable: Any = None,
     scanned: Any = None,
+    example_batch: Any = None,
     rng: jax.Array | int = 0,
     **arguments: Any,
 ) -> Engine:
@@ -229,6 +231,8 @@ def initialize(
         mesh: the mesh; left out, :func:`zeroj.make_mesh`.
         trainable: which leaves train; see :func:`zeroj.make_plan`.
         scanned: which leaves are stacks for ``lax.scan``; see :func:`zeroj.make_plan`.
+        example_batch: a batch of any size, or ShapeDtypeStructs of one: the loss is traced on it, and the stacks
+            are found, so that ``scanned`` can be left out.
         rng: a key or seed for the steps' randomness.
         **arguments: what "auto" in the config resolves to; see :meth:`zeroj.Config.load`.
 
@@ -260,6 +264,8 @@ def initialize(
         )
     precision = make_precision(config.precision, config.communication_dtype, config.grad_accum_dtype)
     shapes = jax.eval_shape(params) if callable(params) else params
+    if scanned is None and example_batch is not None:
+        scanned = find_scanned(loss_fn, shapes, example_batch)
     plan = make_plan(shapes, tx, mesh, config.zero, precision=precision, trainable=trainable, scanned=scanned)
     state = init_state(params, tx, plan, rng=rng, loss_scale=config.loss_scale)
     return Engine(loss_fn, config, plan, tx, state, sizes)

@@ -297,7 +297,8 @@ def _threshold(zero: Zero, sizes: list[int], degree: int) -> int:
 
 def _within_model_threshold(zero: Zero, sizes: list[int], threshold: int) -> list[int]:
     """The threshold of each leaf: 0 once the leaves that stay whole have used up the model's own limit."""
-    left = zero.stage3_model_persistence_threshold
+    limit = zero.stage3_model_persistence_threshold
+    left = sum(sizes) if limit is None else int(limit)
     thresholds = []
     for size in sizes:
         stays = size <= threshold and size <= left

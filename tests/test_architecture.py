@@ -16,10 +16,10 @@ SCRIPTS = sorted([*(ROOT / "examples").rglob("*.py"), *(ROOT / "benchmarks").rgl
 ALL_PYTHON = [*MODULES, *SCRIPTS, *sorted((ROOT / "tests").rglob("*.py"))]
 
 # Left to right: a part may import itself and what stands left of it.
-FLOW = "errors _compat config plan collectives gather spill optimizer step checkpoint engine trainer".split()
+FLOW = "errors _compat flags config plan collectives gather spill optimizer step checkpoint engine trainer".split()
 # Beside the flow: what each of these may import.
 BESIDE = {
-    "aot": {"errors", "_compat", "config", "plan", "aot"},
+    "aot": {"errors", "_compat", "flags", "config", "plan", "aot"},
     "cli": {*FLOW, "aot", "cli"},
     "__main__": {"cli"},
     "__init__": {*FLOW, "aot"},

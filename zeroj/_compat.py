@@ -126,6 +126,20 @@ def is_remat(eqn: Eqn) -> bool:
 _NO_SUCH_OPTION = re.compile(r"No such compile option: '([^']+)'")
 
 
+def known_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of XLA's options that the compiler of this process knows; an unknown one would raise later."""
+    known = dict(options)
+    while True:
+        try:
+            jax.jit(lambda x: x + 1, compiler_options=known).lower(np.float32(0)).compile()
+            return known
+        except jax.errors.JaxRuntimeError as error:
+            unknown = _NO_SUCH_OPTION.search(str(error))
+            if unknown is None or unknown.group(1) not in known:
+                raise
+            known.pop(unknown.group(1))
+
+
 def gpu_compiler_installed() -> bool:
     """Whether the CUDA plugin of jax, which holds the GPU compiler, is installed."""
     return any(importlib.util.find_spec(f"jax_cuda{v}_plugin") is not None for v in (13, 12))

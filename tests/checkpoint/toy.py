@@ -30,8 +30,8 @@ PARAMS: dict[str, Any] = {
     "gate": normal(1),
 }
 TX = optax.adamw(optax.linear_schedule(2e-2, 1e-3, 20))
-#: 40 is divided by 1, 2, 4, 5 and 8.
-BATCHES = [{"x": _rng.integers(0, 7, 40), "y": normal(40, 4)} for _ in range(12)]
+#: 80 is divided by 1, 2, 4, 5, 8, and by 8 devices with two micro-batches.
+BATCHES = [{"x": _rng.integers(0, 7, 80), "y": normal(80, 4)} for _ in range(12)]
 
 
 def loss(params: dict[str, Any], batch: dict[str, Any]) -> jax.Array:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from zeroj import _compat
-from zeroj.aot import flags
+from zeroj import _compat, flags
 from zeroj.errors import PlanError, ZerojError
 
 if TYPE_CHECKING:

@@ -1,7 +1,12 @@
-"""XLA:GPU's flags by profile. A flag that a version does not know is dropped by the compile, with a note."""
+"""XLA:GPU's flags by profile. A flag that a version does not know is dropped, with a note where one is kept."""
 
 from __future__ import annotations
 
+import functools
+
+import jax
+
+from zeroj import _compat
 from zeroj.errors import PlanError
 
 ALWAYS: dict[str, object] = {"xla_gpu_autotune_level": 0}
@@ -11,6 +16,9 @@ PROFILES: dict[str, dict[str, object]] = {
     "default": {},
     "overlap": {
         "xla_gpu_enable_latency_hiding_scheduler": True,
+        # Several collectives may be under way: with one, each starts only when the one before is done, too
+        # late to be hidden. (16 unrolled layers, d = 4096, 2k tokens per GPU: 0.90 hidden for 0.74.)
+        "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
         # One collective a layer: combined ones wait for the last of their operands and keep all outputs
         # alive.
         "xla_gpu_all_gather_combine_threshold_bytes": 1,
@@ -35,3 +43,11 @@ def profile_flags(profile: str) -> dict[str, object]:
     if profile not in PROFILES:
         raise PlanError(f"no profile {profile!r} of compiler flags: there are {', '.join(PROFILES)}")
     return {**ALWAYS, **PROFILES[profile]}
+
+
+@functools.cache
+def step_options() -> dict[str, object] | None:
+    """The compiler options of a train step here: the overlap profile on a GPU, as far as XLA knows it."""
+    if jax.default_backend() != "gpu":
+        return None
+    return _compat.known_options(PROFILES["overlap"])

@@ -49,7 +49,10 @@ def parse_args() -> argparse.Namespace:
     add("--unrolled", action="store_true", help="a list of blocks in place of a scan over them")
     add("--remat", action="store_true", help="recompute blocks in the backward pass")
     add("--seed", type=int, default=0)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.demo and args.steps <= args.save_every:
+        parser.error("--demo resumes from the checkpoint before the last: --save-every must be below --steps")
+    return args
 
 
 def make_setup(args: argparse.Namespace) -> Setup:
@@ -108,4 +111,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except zj.ZerojError as error:
+        sys.exit(f"{type(error).__name__}: {error}")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import pathlib
 import sys
+import time
 
 import gpt
 import text
@@ -35,7 +36,7 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("--config", type=pathlib.Path, required=True, help="a ds_config.json")
     add("--out", type=pathlib.Path, default=pathlib.Path("out"), help="folder for all that is written")
-    add("--steps", type=int, default=240, help="train up to this step")
+    add("--steps", type=int, default=200, help="train up to this step")
     add("--eval-every", type=int, default=40, help="steps between evaluations")
     add("--save-every", type=int, default=40, help="steps between checkpoints")
     add("--resume", action="store_true", help="go on from the newest checkpoint under --out")
@@ -83,7 +84,7 @@ def check_resume(setup: Setup, run: Run, tag: str) -> bool:
 
 def main() -> int:
     """Run, and say how it ended."""
-    args = parse_args()
+    args, started = parse_args(), time.perf_counter()
     request_devices(args.devices)
     setup = make_setup(args)
     run = Run.resume(setup, args.out) if args.resume else Run.fresh(setup, args.out)
@@ -94,7 +95,8 @@ def main() -> int:
     write_sample(run, PROMPT)
     first, last = run.validation_losses[0][1], run.validation_losses[-1][1]
     drop = 1 - last / first
-    print(f"validation loss {first:.3f} -> {last:.3f}, {drop:.0%} lower; see {run.out}")
+    minutes = (time.perf_counter() - started) / 60
+    print(f"validation loss {first:.3f} -> {last:.3f}, {drop:.0%} lower, in {minutes:.1f} min; see {run.out}")
     if not args.demo:
         return 0
     good_resume = check_resume(setup, run, run.tags[-2])

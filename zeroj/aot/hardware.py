@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib.resources
 import json
+import pathlib
 
 from zeroj.errors import PlanError
 
@@ -93,6 +94,26 @@ def table() -> dict[str, Gpu]:
 def _gpu(entry: dict[str, object]) -> Gpu:
     values = {key: Rate(**value) if isinstance(value, dict) else value for key, value in entry.items()}
     return Gpu(**values)  # type: ignore[arg-type]
+
+
+def as_json(gpu: Gpu) -> str:
+    """Returns a description as the JSON that :func:`load` reads."""
+    return json.dumps(dataclasses.asdict(gpu), indent=1)
+
+
+def load(path: str | pathlib.Path) -> Gpu:
+    """Reads a description that ``zeroj plan --calibrate`` wrote, or one written by hand after it.
+
+    Raises:
+      PlanError: for a file that is not there, is not JSON, or does not hold exactly the fields of a Gpu.
+    """
+    try:
+        return _gpu(json.loads(pathlib.Path(path).read_text()))
+    except OSError as error:
+        raise PlanError(f"no hardware description at {path}: {error.strerror}") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        fields = ", ".join(field.name for field in dataclasses.fields(Gpu))
+        raise PlanError(f"{path} is no hardware description ({error}): it must hold {fields}") from error
 
 
 def find(gpu: str | Gpu) -> Gpu:

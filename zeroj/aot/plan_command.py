@@ -11,11 +11,11 @@ import re
 import sys
 from typing import Any
 
-from zeroj.aot import deepspeed_estimate, sizes
+from zeroj.aot import calibrate, deepspeed_estimate, sizes
 from zeroj.aot.advise import Advice, advise
 from zeroj.aot.choices import Batch, Machine
 from zeroj.aot.closed_form import Estimate
-from zeroj.aot.hardware import Gpu, find, table
+from zeroj.aot.hardware import Gpu, find, load, table
 from zeroj.aot.plan_files import ds_config, plot
 from zeroj.aot.target import Target
 from zeroj.errors import PlanError
@@ -61,6 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--no-remat", action="store_true", help="keep all activations, recompute none")
     cluster = parser.add_argument_group("cluster")
     cluster.add_argument("--gpu", default="h100", help=f"{', '.join(table())} (h100)")
+    cluster.add_argument(
+        "--hardware", metavar="FILE", help="rates that --calibrate measured, in place of --gpu"
+    )
+    cluster.add_argument(
+        "--calibrate", metavar="FILE", help="measure this machine's GPUs, write the rates, and plan nothing"
+    )
     cluster.add_argument("--nodes", type=int, default=1)
     cluster.add_argument("--gpus", type=int, default=8, help="GPUs of a node (8)")
     cluster.add_argument("--gpu-memory", help="bytes of a GPU, 80GB; left out: the GPU's own")
@@ -88,6 +94,8 @@ def run(args: argparse.Namespace) -> str:
     Raises:
       PlanError: for sizes that are missing or impossible, an unknown GPU, a model that cannot be read.
     """
+    if args.calibrate:
+        return calibrate.run(args.calibrate, args.gpu)
     gpu = _gpu(args)
     if args.model and ":" in args.model and not pathlib.Path(args.model).exists():
         return _compiled(args, Target(gpu, args.nodes, args.gpus))
@@ -106,7 +114,7 @@ def run(args: argparse.Namespace) -> str:
 
 
 def _gpu(args: argparse.Namespace) -> Gpu:
-    gpu = find(args.gpu)
+    gpu = load(args.hardware) if args.hardware else find(args.gpu)
     if args.gpu_memory:
         gpu = dataclasses.replace(gpu, memory_bytes=int(amount(args.gpu_memory)))
     if args.network:

@@ -17,23 +17,25 @@ import jax.numpy as jnp
 from zeroj import _compat
 from zeroj.gather import lazy
 from zeroj.gather.reductions import Reduction, ReductionPlan, Reductions, place_reductions
-from zeroj.gather.tokens import Gathers
+from zeroj.gather.tokens import Gather, Gathers
 
 
 class Interpreter:
     """Evaluates programs on a mix of lazy and ordinary values, inside ``shard_map``.
 
     Args:
+        gather: makes a whole parameter from a stored shard and its placement.
         bucket: elements gathered together and ahead of their use (see :class:`Gathers`).
         reuse: how many gathered elements later a whole parameter may be used again at top level.
         max_live: elements that may be gathered at a time for a region that ``jax.checkpoint`` recomputes.
     """
 
-    def __init__(self, bucket: int, reuse: int, max_live: int) -> None:
+    def __init__(self, gather: Gather, bucket: int, reuse: int, max_live: int) -> None:
+        self.gather = gather
         self.bucket = bucket
         self.reuse = reuse
         self.max_live = max_live
-        self.gathers = Gathers(bucket, reuse)
+        self.gathers = Gathers(gather, bucket, reuse)
 
     def run(self, program: _compat.Program, args: Sequence[Any], wanted: Reductions) -> list[Any]:
         """Evaluates a program.
@@ -127,7 +129,7 @@ def _scan(self: Interpreter, eqn: _compat.Eqn, operands: list[Any], wanted: Redu
         plain_xs, shard_slices = sliced
         slices = dict(zip(stacks, shard_slices, strict=True))
         args = [lazy.slice_of(x, slices) if s else p for x, s, p in zip(xs, staying, plain_xs, strict=True)]
-        inner = Interpreter(self.bucket, self.reuse, self.max_live)
+        inner = Interpreter(self.gather, self.bucket, self.reuse, self.max_live)
         inner.gathers.free_start = True
         outs = inner.run(layout.body, [*consts, *carry, *args], wanted)
         origin = {id(piece): stacks[key] for key, piece in slices.items()}

@@ -13,20 +13,27 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from zeroj.collectives import plain
 from zeroj.gather.lazy import Shard
+from zeroj.plan.rules import Placement
+
+#: Makes a whole parameter from a stored shard and its placement.
+Gather = Callable[[jax.Array, Placement], jax.Array]
 
 
 class Gathers:
     """The gathers of one straight piece of program: issued in order, remembered while they may be reused.
 
     Args:
+        gather: makes a whole parameter from a stored shard and its placement.
         bucket: elements that are gathered together, one bucket ahead of their use.
         reuse: a whole parameter is used again, rather than gathered again, while at most this many elements
             were gathered since; 0 means only within its bucket.
+        free_start: whether the first bucket waits for nothing: in a loop's body XLA can then start its gathers
+            in the iteration before.
     """
 
-    def __init__(self, bucket: int, reuse: int = 0, free_start: bool = False) -> None:
+    def __init__(self, gather: Gather, bucket: int, reuse: int = 0, free_start: bool = False) -> None:
+        self._gather = gather
         self.bucket = bucket
         self.reuse = reuse
         self.free_start = free_start
@@ -56,7 +63,7 @@ class Gathers:
         if self._total > size or not self.free_start:
             arrays, self.gate = jax.lax.optimization_barrier((arrays, self.gate))
         for (key, shard), array in zip(new.items(), arrays, strict=True):
-            self._whole[key] = (self._total, shard, plain.gather(array, shard.placement))
+            self._whole[key] = (self._total, shard, self._gather(array, shard.placement))
 
     def before_use(self, values: Sequence[jax.Array]) -> list[jax.Array]:
         """Marks the start of the first use in a bucket; the next bucket's gathers wait for ``values``."""

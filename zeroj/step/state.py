@@ -17,6 +17,7 @@ from zeroj.errors import PlanError
 from zeroj.gather.inputs import check_params
 from zeroj.optimizer.zero import first_state, masters_of, params_from_masters, wrap_optimizer
 from zeroj.plan import tree
+from zeroj.plan.mesh import traced_on
 from zeroj.plan.plan import ParamLeaf, Plan
 from zeroj.plan.rules import Placement
 from zeroj.plan.tree import ZeroOptState
@@ -103,7 +104,8 @@ def init_state(
             for leaf, value in zip(plan.leaves, _user_values(plan, params_or_init_fn), strict=True)
         ]
     opt_state = _first_opt_state(wrapped, plan, masters, shardings.opt_state)
-    params = jax.jit(partial(params_from_masters, plan), out_shardings=shardings.params)(masters)
+    to_params = traced_on(plan.mesh, partial(params_from_masters, plan))
+    params = jax.jit(to_params, out_shardings=shardings.params)(masters)
     key = jax.random.key(rng) if isinstance(rng, int) else rng
     small = (jnp.int32(0), jnp.int32(0), init_scale(loss_scale or default_scaling(plan.precision.name)), key)
     step, skipped, scale, key = jax.device_put(small, jax.tree.map(lambda _: plan.replicated, small))
@@ -162,12 +164,13 @@ def _born(plan: Plan, init_fn: Callable[[], Any]) -> list[jax.Array]:
     shapes = jax.eval_shape(init_fn)
     _user_values(plan, shapes)
     shardings = [plan.sharding(plan.master_placement(leaf)) for leaf in plan.leaves]
-    return jax.jit(lambda: masters_of(plan, init_fn()), out_shardings=shardings)()
+    make = traced_on(plan.mesh, lambda: masters_of(plan, init_fn()))
+    return jax.jit(make, out_shardings=shardings)()
 
 
 def _first_opt_state(wrapped: Any, plan: Plan, masters: list[jax.Array], shardings: Any) -> ZeroOptState:
     """The optimizer's state; an init that needs real values runs outside ``jit``, on global arrays."""
-    make = partial(first_state, wrapped.user_tx, plan)
+    make = traced_on(plan.mesh, partial(first_state, wrapped.user_tx, plan))
     if not plan.concrete_init:
         return jax.jit(make, out_shardings=shardings)(masters)
     return jax.tree.map(jax.device_put, make(masters), shardings)

@@ -101,6 +101,7 @@ def main() -> None:
             extra = {"seen": [*extra["seen"][-20:], i], "next": i + 1}
             if opts.mode in ("storm", "failing"):
                 checkpoints.save(state, plan, extra)
+                say(saving=i)
             if opts.mode == "preempted":
                 say(step=i + 1)
                 time.sleep(0.05)

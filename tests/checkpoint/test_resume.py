@@ -6,7 +6,10 @@ import pathlib
 
 import pytest
 
+import zeroj as zj
+from tests.checkpoint.child import digest
 from tests.checkpoint.processes import child, pair, said
+from tests.checkpoint.toy import PARAMS, TX, noisy_loss, plan_of, save_first, train
 
 
 @pytest.mark.parametrize(
@@ -14,31 +17,28 @@ from tests.checkpoint.processes import child, pair, said
 )
 def test_a_new_process_goes_on_bit_by_bit(stage: int, precision: str, tmp_path: pathlib.Path) -> None:
     """H6: losses, schedule, counts, key, scale, moments and params; resumed twice, with accumulation."""
+    plan = plan_of(stage, "8", precision)
+    state = zj.init_state(PARAMS, TX, plan, rng=7)
+    state, expected = train(state, plan, 0, 6, loss_fn=noisy_loss, accumulation_steps=2)
     kind = ("--stage", stage, "--precision", precision)
-    straight = said(child(tmp_path / "straight", "resume", "--last", 8, *kind))
-    parts = [said(child(tmp_path / "parts", "resume", "--last", last, *kind)) for last in (3, 6, 8)]
-    assert [p[0]["first"] for p in parts] == [0, 3, 6]
-    assert parts[2][0]["seen"] == list(range(6)), "the position in the data comes back"
-    losses = [line["loss"] for part in parts for line in part if "loss" in line]
-    assert losses == [line["loss"] for line in straight if "loss" in line]
-    assert parts[2][-1]["digest"] == straight[-1]["digest"]
+    parts = [said(child(tmp_path, "resume", "--last", last, *kind)) for last in (2, 4, 6)]
+    assert [p[0]["first"] for p in parts] == [0, 2, 4]
+    assert parts[2][0]["seen"] == [0, 1, 2, 3], "the position in the data comes back"
+    losses = [float.fromhex(line["loss"]) for part in parts for line in part if "loss" in line]
+    assert losses == expected
+    assert parts[2][-1]["digest"] == digest(state, plan)
 
 
-def test_two_processes_save_and_one_goes_on(tmp_path: pathlib.Path) -> None:
+def test_two_processes_go_on_where_one_stopped_and_the_reverse(tmp_path: pathlib.Path) -> None:
     """L1: each process saves and reads its own part; two processes or one make no difference."""
-    alone = said(child(tmp_path / "alone", "resume", "--last", 4))
-    said(child(tmp_path / "two", "resume", "--last", 0))
-    first = [said(p) for p in pair(tmp_path / "two", "resume", "--last", 2)]
-    losses = [line["loss"] for line in first[0] if "loss" in line]
-    assert losses == [line["loss"] for line in first[1] if "loss" in line]
-    second = [said(p) for p in pair(tmp_path / "two", "resume", "--last", 3)]
-    assert [lines[0]["first"] for lines in second] == [2, 2]
-    third = said(child(tmp_path / "two", "resume", "--last", 4))
-    both = [
-        float.fromhex(line["loss"])
-        for part in (first[0], second[0], third)
-        for line in part
-        if "loss" in line
-    ]
-    expected = [float.fromhex(line["loss"]) for line in alone if "loss" in line]
-    assert both == pytest.approx(expected, rel=1e-6)
+    plan = save_first(tmp_path)
+    state = zj.init_state(PARAMS, TX, plan, rng=7)
+    _, expected = train(state, plan, 0, 3, loss_fn=noisy_loss, accumulation_steps=2)
+    both = [said(process) for process in pair(tmp_path, "resume", "--last", 2)]
+    losses = [[float.fromhex(line["loss"]) for line in lines if "loss" in line] for lines in both]
+    assert losses[0] == losses[1] == pytest.approx(expected[:2], rel=1e-6)
+    with zj.Checkpointer(tmp_path) as checkpoints:
+        state, extra = checkpoints.restore(plan)
+    assert extra["next"] == 2
+    _, last = train(state, plan, 2, 3, loss_fn=noisy_loss, accumulation_steps=2)
+    assert last == pytest.approx(expected[2:], rel=1e-6)

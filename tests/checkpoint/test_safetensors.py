@@ -13,8 +13,8 @@ import pytest
 import safetensors.numpy
 
 import zeroj as zj
-from tests.checkpoint.processes import child, pair, said
-from tests.checkpoint.toy import PARAMS, TX, flat, normal, plan_of, train
+from tests.checkpoint.processes import pair, said
+from tests.checkpoint.toy import PARAMS, TX, flat, normal, plan_of, save_first, train
 from zeroj.checkpoint.inspect import convert, inspect
 
 TREE = {
@@ -135,7 +135,7 @@ def test_convert_and_inspect(run: Any, tmp_path: pathlib.Path) -> None:
 @pytest.mark.slow
 def test_two_processes_export_what_one_does(tmp_path: pathlib.Path) -> None:
     """L1"""
-    said(child(tmp_path, "resume", "--last", 1))
+    save_first(tmp_path)
     for process in pair(tmp_path, "export"):
         said(process)
     two = (tmp_path / "exported" / "model.safetensors").read_bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from typing import Any
 
 import jax
@@ -74,6 +75,15 @@ def train(
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
     return state, losses
+
+
+def save_first(folder: pathlib.Path, stage: int = 3) -> Plan:
+    """Saves the first state of the run of child.py; returns its plan."""
+    plan = plan_of(stage)
+    with zj.Checkpointer(folder) as checkpoints:
+        state = zj.init_state(PARAMS, TX, plan, rng=7)
+        checkpoints.save(state, plan, {"seen": [], "next": 0}, wait=True)
+    return plan
 
 
 def flat(state: zj.TrainState, plan: Plan) -> dict[str, np.ndarray]:

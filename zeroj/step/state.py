@@ -97,7 +97,7 @@ def init_state(
     struct = abstract_state(tx, plan, loss_scale=loss_scale)
     shardings = jax.tree.map(lambda s: s.sharding, struct)
     if callable(params_or_init_fn):
-        masters = _born(plan, params_or_init_fn)
+        masters = birth(plan, params_or_init_fn)()
     else:
         masters = [
             _place(plan, leaf, value, plan.master_placement(leaf), plan.master_dtype(leaf))
@@ -159,13 +159,15 @@ def _fetch(plan: Plan, value: jax.Array) -> np.ndarray:
     return np.asarray(value.addressable_data(0) if value.is_fully_replicated else value)
 
 
-def _born(plan: Plan, init_fn: Callable[[], Any]) -> list[jax.Array]:
-    """Runs the user's init compiled with the plan's shardings."""
-    shapes = jax.eval_shape(init_fn)
-    _user_values(plan, shapes)
+def birth(plan: Plan, init_fn: Callable[[], Any]) -> Any:
+    """The user's init as a jitted function of nothing, compiled with the plan's shardings.
+
+    Returns:
+        A function that gives one master per leaf; ``.lower().compile()`` shows what it needs without running it.
+    """
+    _user_values(plan, jax.eval_shape(init_fn))
     shardings = [plan.sharding(plan.master_placement(leaf)) for leaf in plan.leaves]
-    make = traced_on(plan.mesh, lambda: masters_of(plan, init_fn()))
-    return jax.jit(make, out_shardings=shardings)()
+    return jax.jit(traced_on(plan.mesh, lambda: masters_of(plan, init_fn())), out_shardings=shardings)
 
 
 def _first_opt_state(wrapped: Any, plan: Plan, masters: list[jax.Array], shardings: Any) -> ZeroOptState:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+from collections.abc import Iterator
 
 import jax
 import pytest
@@ -27,3 +28,11 @@ def eight_devices() -> list[jax.Device]:
     devices = jax.devices()
     assert len(devices) == 8, f"the tests need 8 simulated CPU devices, found {len(devices)}"
     return devices
+
+
+@pytest.fixture(scope="module")
+def compile_fast() -> Iterator[None]:
+    """For modules whose programs run for milliseconds: their machine code is not worth seconds of optimizing."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,9 @@ import pytest
 
 import zeroj as zj
 from tests import oracle
+
+
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 class Case(NamedTuple):
@@ -136,14 +139,6 @@ WHOLE = [Case(*row) for row in itertools.product(*Columns())]
 def name(case: Case) -> str:
     clip = "clip" if case.clip else "noclip"
     return f"{case.optimizer}-{case.model}-z{case.stage}-n{case.devices}-a{case.accumulation}-{clip}"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compile_fast() -> Iterator[None]:
-    """The machine code of each of these programs runs for milliseconds: not worth seconds of optimizing."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @functools.lru_cache(maxsize=64)

@@ -17,6 +17,7 @@ from tests import oracle
 from zeroj.optimizer.zero import first_state
 from zeroj.step import state as states
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
 STAGES = (0, 1, 2, 3)
 OPTIMIZERS = {
     "sgd": optax.sgd(0.1),

@@ -19,7 +19,6 @@ import pytest
 import zeroj as zj
 from tests import oracle
 
-
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
 

@@ -111,7 +111,8 @@ class Engine:
             return [float(self._schedule(self.state.step))]
         found = optax.tree_utils.tree_get(self.state.opt_state.inner, "learning_rate", default=None)
         if found is None:
-            found = self.config.resolved().get("optimizer.params.lr")
+            section = self.config.resolved()["optimizer"] or {}
+            found = section.get("params", {}).get("lr")
         if found is None:
             raise ConfigError(
                 "get_lr: the optimizer is your own and its state has no 'learning_rate'. "

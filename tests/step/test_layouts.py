@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import zeroj as zj
 from tests import oracle
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
 STAGES = (0, 1, 2, 3)
 
 

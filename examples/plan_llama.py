@@ -1,8 +1,8 @@
 """Plan the ZeRO-3 step of a Llama of 405 B params for 16,384 H100s, or of 70 B for 512, on a laptop.
 
     pip install -e '.[aot]'
-    JAX_PLATFORMS=cpu zeroj plan examples.plan_llama:build_405b --gpu h100 --nodes 2048
-    JAX_PLATFORMS=cpu zeroj plan examples.plan_llama:build_70b --gpu h100 --nodes 64
+    JAX_PLATFORMS=cpu zeroj plan examples.plan_llama:build_405b --gpu h100 --nodes 2048 --profile overlap
+    JAX_PLATFORMS=cpu zeroj plan examples.plan_llama:build_70b --gpu h100 --nodes 64 --profile overlap
 
 The model is plain JAX: grouped attention with rotary positions and a gated feed-forward (Llama 3, arXiv 2407.21783,
 table 3). The 405 B one scans over its layers, the 70 B one is unrolled. Nothing of it is allocated.
@@ -97,9 +97,10 @@ def build(shape: Llama, target: zj.aot.Target) -> tuple[Any, ...]:
     """zeroj's own train step at stage 3, its state and its batch as shapes: one sequence for each GPU."""
     tx = optax.adamw(1e-4)
     scanned = ["layers"] if shape.scan else None
-    plan = zj.make_plan(
-        shape.params(), tx, target.mesh(), zj.Zero(stage=3), precision="bf16", scanned=scanned
-    )
+    layer_size = 3 * shape.width * shape.inner + 3 * shape.width**2  # more than enough for one layer
+    # Two layers may be whole at once: this one, and the next, which is gathered ahead.
+    zero = zj.Zero(stage=3, stage3_max_live_parameters=max(10**9, 2 * layer_size))
+    plan = zj.make_plan(shape.params(), tx, target.mesh(), zero, precision="bf16", scanned=scanned)
     step = zj.make_train_step(make_loss_fn(shape), tx, plan, clip_norm=1.0)
     batch = {"tokens": jax.ShapeDtypeStruct((target.num_devices, shape.sequence + 1), jnp.int32)}
     return step, zj.abstract_state(tx, plan), batch

@@ -95,5 +95,7 @@ def test_formulas() -> None:
     assert sizes.layer == (13 * 10**9 - sizes.embedding) // 40
     assert sizes.gathered == sizes.layer
     assert sizes.flops(1000, 2048) == 6 * 13e9 * 1000 + 12 * 40 * 5120 * 2048 * 1000
-    assert sizes.activations(1000) == 2 * 1000 * 5120 * 40 + 34 * 1000 * 5120 + 8 * 1000 * 50000
-    assert sizes.activations(1000, remat=False) == 34 * 1000 * 5120 * 40 + 8 * 1000 * 50000
+    assert sizes.kept(1000) == 2 * 1000 * 5120 * 40
+    assert sizes.kept(1000, remat=False) == sizes.block_work(1000) * 40 == 34 * 1000 * 5120 * 40
+    assert sizes.logits(1000) == 6 * 1000 * 50000
+    assert sizes.scores(2, 1024) == 10 * 2 * 40 * 1024**2

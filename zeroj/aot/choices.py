@@ -35,12 +35,17 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """What one GPU does in a step: sequences a micro-batch, their length, micro-batches, recomputation."""
+    """What one GPU does in a step: sequences a micro-batch, their length, micro-batches, recomputation.
+
+    ``fused_attention``: whether attention runs in a kernel that never holds the score matrix, such as cuDNN's;
+    ``jax.nn.dot_product_attention`` without an ``implementation`` does not.
+    """
 
     micro: int = 1
     sequence: int = 2048
     accumulation: int = 1
     remat: bool = True
+    fused_attention: bool = True
 
     @property
     def tokens(self) -> int:

@@ -95,16 +95,12 @@ def _memory(choice: Choice, sizes: Sizes, batch: Batch, machine: Machine) -> tup
     state_share = 1 if choice.stage == 0 else n
     master = _share(MASTER * p, n if choice.stage == 3 else state_share)
     moments = _share(MOMENTS * p, state_share)
-    grad_bytes = BF16 if batch.accumulation == 1 and choice.stage < 3 else FP32
     parts = {
         "params": 0 if choice.stage == 3 else BF16 * p,
         "master": master,
         "moments": moments,
-        "grads": _share(grad_bytes * p, n if choice.stage >= 2 else 1),
-        "gathered": 2 * BF16 * sizes.gathered if choice.stage == 3 else 0,
-        "full grads": BF16 * sizes.gathered if choice.stage >= 2 else 0,
         "secondary": _share(BF16 * p, k) if choice.zeropp else 0,
-        "activations": sizes.activations(batch.tokens, batch.remat),
+        **_temporaries(choice, sizes, batch, n),
     }
     places = {"none": 0, "cpu": 0, "nvme": 0}
     for part, place in (
@@ -120,6 +116,42 @@ def _memory(choice: Choice, sizes: Sizes, batch: Batch, machine: Machine) -> tup
     parts["streamed"] = 2 * _share((MASTER + MOMENTS) * sizes.gathered, n) if streamed else 0
     buffers = NVME_BUFFERS * _share((MASTER + MOMENTS) * sizes.gathered, n) if places["nvme"] else 0
     return parts, (places["cpu"] + buffers) * k, places["nvme"] * k
+
+
+def _temporaries(choice: Choice, sizes: Sizes, batch: Batch, n: int) -> dict[str, int]:
+    """Bytes of gradients, activations and whole params at the moment of a step that holds most.
+
+    Three moments: the loss, when all kept activations and the logits live; the end of the backward pass, when
+    the gradients and one layer's activations do; the update. What lives at another moment counts 0.
+    """
+    p, half = sizes.params, BF16 * sizes.params
+    accumulates = batch.accumulation > 1
+    accumulator = _share(FP32 * p, n if choice.stage >= 2 else 1) if accumulates else 0
+    # One micro-batch's gradient is reduced where it is made, at every stage; it stays at 16 bits until the update.
+    grads = accumulator or _share(half, n if choice.stage > 0 else 1)
+    kept = sizes.kept(batch.tokens, batch.remat)
+    scores = 0 if batch.fused_attention else sizes.scores(batch.micro, batch.sequence)
+    embedding = BF16 * sizes.embedding if choice.stage == 3 else 0
+    # Stage 3 holds a layer and the next one. A gradient is whole until it is reduced.
+    gathered = 2 * BF16 * sizes.gathered if choice.stage == 3 else 0
+    unreduced = BF16 * sizes.gathered if choice.stage > 0 else 0
+    # Below stage 3 the new params are gathered beside the old ones, as a step may yet be skipped.
+    renewed = {1: half, 2: half}.get(choice.stage, 0)
+    at_loss = {
+        "activations": kept + sizes.logits(batch.tokens) + 4 * batch.tokens * sizes.hidden,
+        "grads": accumulator,
+        "gathered": 2 * embedding,
+    }
+    at_backward = {
+        "activations": kept + sizes.block_work(batch.tokens) + scores,
+        "grads": grads,
+        "gathered": gathered,
+        "full grads": unreduced,
+    }
+    at_update = {"grads": grads, "updates": _share(half, n) if choice.stage else 0, "new params": renewed}
+    most = max((at_loss, at_backward, at_update), key=lambda moment: sum(moment.values()))
+    names = ("grads", "gathered", "full grads", "updates", "new params", "activations")
+    return {name: most.get(name, 0) for name in names}
 
 
 def _master_place(choice: Choice) -> str:

@@ -23,6 +23,7 @@ class Sizes:
       largest_layer: parameters of the largest layer, which stage 3 gathers as one; 0 means that it follows
       from
         the others: the larger of a layer and the embedding.
+      heads: attention heads; 0 means heads of width 128.
     """
 
     params: int
@@ -30,12 +31,13 @@ class Sizes:
     hidden: int
     vocab: int = 50257
     largest_layer: int = 0
+    heads: int = 0
 
     def __post_init__(self) -> None:
         wrong = [
             f"{name}={value!r}"
             for name, value in dataclasses.asdict(self).items()
-            if not isinstance(value, int) or value < (0 if name == "largest_layer" else 1)
+            if not isinstance(value, int) or value < (0 if name in ("largest_layer", "heads") else 1)
         ]
         if wrong:
             raise PlanError(f"sizes of a model are positive whole numbers: {', '.join(wrong)}")
@@ -63,16 +65,32 @@ class Sizes:
         """
         return 6.0 * self.params * tokens + 12.0 * self.layers * self.hidden * sequence * tokens
 
-    def activations(self, tokens: int, remat: bool = True) -> int:
-        """Bytes of activations of one micro-batch on one GPU, at 16 bits, attention without its score matrix.
+    def kept(self, tokens: int, remat: bool = True) -> int:
+        """Bytes of activations that the forward pass leaves for the backward pass, at 16 bits.
 
-        34 bytes x tokens x hidden a layer (Korthikanti et al. 2022, equation 1 without the terms of the score
-        matrix); with rematerialization every layer keeps its input, 2 bytes x tokens x hidden, and one layer
-        at a time the whole. The logits and their gradient in fp32 are added: 8 bytes x tokens x vocab.
+        With rematerialization every layer keeps its input, 2 bytes x tokens x hidden, without it all of
+        :meth:`block_work`.
         """
-        whole = 34 * tokens * self.hidden
-        kept = 2 * tokens * self.hidden * self.layers + whole if remat else whole * self.layers
-        return kept + 8 * tokens * self.vocab
+        return (2 * tokens * self.hidden if remat else self.block_work(tokens)) * self.layers
+
+    def block_work(self, tokens: int) -> int:
+        """Bytes of one layer's activations without the score matrix: 34 bytes x tokens x hidden.
+
+        Korthikanti et al. 2022, "Reducing activation recomputation", equation 1 without its second term.
+        """
+        return 34 * tokens * self.hidden
+
+    def scores(self, micro: int, sequence: int) -> int:
+        """Bytes of attention's score matrix and its gradient, where no fused kernel avoids them.
+
+        10 bytes x micro x heads x sequence^2: XLA keeps the probabilities and the gradient in fp32, and one
+        copy at 16 bits.
+        """
+        return 10 * micro * (self.heads or max(1, self.hidden // 128)) * sequence**2
+
+    def logits(self, tokens: int) -> int:
+        """Bytes of the logits at 16 bits and of the loss's fp32 copy: 6 bytes x tokens x vocab."""
+        return 6 * tokens * self.vocab
 
 
 def from_numbers(params: float, layers: int, hidden: int, vocab: int = 50257) -> Sizes:
@@ -134,7 +152,8 @@ def from_hugging_face(config: str | pathlib.Path | Mapping[str, Any]) -> Sizes:
     tied = bool(entries.get("tie_word_embeddings", "gpt2" in str(entries.get("model_type", ""))))
     embeddings = vocab * hidden * (1 if tied else 2)
     positions = int(entries.get("n_positions", 0)) * hidden
-    return Sizes(layers * layer + embeddings + positions, layers, hidden, vocab, max(layer, vocab * hidden))
+    params = layers * layer + embeddings + positions
+    return Sizes(params, layers, hidden, vocab, max(layer, vocab * hidden), int(found["heads"] or 0))
 
 
 def _read(path: pathlib.Path) -> Mapping[str, Any]:

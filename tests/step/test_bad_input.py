@@ -129,7 +129,7 @@ def test_a_loss_that_raises_is_heard_unchanged() -> None:
 
 
 def test_params_that_do_not_fit_the_plan_are_all_listed() -> None:
-    params, plan, state = parts()
+    params, plan, _state = parts()
     wrong = {k: v for k, v in params.items() if k != "emb"} | {"w1": np.zeros((5, 35)), "extra": np.zeros(2)}
     for call in (
         lambda: zj.init_state(wrong, TX, plan),
@@ -164,7 +164,7 @@ def test_a_state_of_another_plan() -> None:
 
 
 def test_a_state_of_another_optimizer() -> None:
-    params, plan, state = parts()
+    params, plan, _state = parts()
     with pytest.raises(zj.PlanError, match="not the one that the plan was made for") as caught:
         zj.make_train_step(oracle.toy_loss, optax.sgd(0.1, momentum=0.9), plan)
     assert "mu" in str(caught.value) and "Make the plan with this tx" in str(caught.value)

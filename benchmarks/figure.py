@@ -52,6 +52,10 @@ class Figure:
         return {**dataclasses.asdict(self), "ratio": self.ratio, "met": self.met}
 
 
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
 def show(figures: Sequence[Figure], title: str) -> None:
     """Print figures as one table."""
     table = Table("figure", "zeroj", "by hand", "ratio", "target", "met", "how", title=title)
@@ -59,8 +63,8 @@ def show(figures: Sequence[Figure], title: str) -> None:
         sign = "<=" if figure.better == "lower" else ">="
         table.add_row(
             figure.name,
-            f"{figure.value:,.4g} {figure.unit}" if figure.unit != "bytes" else f"{figure.value:,.0f} bytes",
-            "-" if figure.by_hand is None else f"{figure.by_hand:,.10g}"[:12],
+            f"{_number(figure.value)} {figure.unit}",
+            "-" if figure.by_hand is None else _number(figure.by_hand),
             "-" if figure.ratio is None else f"{figure.ratio:.3f}",
             "-" if figure.target is None else f"{figure.of} {sign} {figure.target:g}",
             {True: "yes", False: "NO", None: "-"}[figure.met],

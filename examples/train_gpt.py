@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import pathlib
 import sys
+import time
 
 import gpt
 import text
@@ -48,7 +49,10 @@ def parse_args() -> argparse.Namespace:
     add("--unrolled", action="store_true", help="a list of blocks in place of a scan over them")
     add("--remat", action="store_true", help="recompute blocks in the backward pass")
     add("--seed", type=int, default=0)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.demo and args.steps <= args.save_every:
+        parser.error("--demo resumes from the checkpoint before the last: --save-every must be below --steps")
+    return args
 
 
 def make_setup(args: argparse.Namespace) -> Setup:
@@ -83,7 +87,7 @@ def check_resume(setup: Setup, run: Run, tag: str) -> bool:
 
 def main() -> int:
     """Run, and say how it ended."""
-    args = parse_args()
+    args, started = parse_args(), time.perf_counter()
     request_devices(args.devices)
     setup = make_setup(args)
     run = Run.resume(setup, args.out) if args.resume else Run.fresh(setup, args.out)
@@ -94,7 +98,8 @@ def main() -> int:
     write_sample(run, PROMPT)
     first, last = run.validation_losses[0][1], run.validation_losses[-1][1]
     drop = 1 - last / first
-    print(f"validation loss {first:.3f} -> {last:.3f}, {drop:.0%} lower; see {run.out}")
+    minutes = (time.perf_counter() - started) / 60
+    print(f"validation loss {first:.3f} -> {last:.3f}, {drop:.0%} lower, in {minutes:.1f} min; see {run.out}")
     if not args.demo:
         return 0
     good_resume = check_resume(setup, run, run.tags[-2])
@@ -106,4 +111,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except zj.ZerojError as error:
+        sys.exit(f"{type(error).__name__}: {error}")

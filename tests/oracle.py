@@ -266,3 +266,29 @@ def assert_equals_oracle(found: Run, wanted: Run, floor: Sequence[Callable[[], R
     allowed = {what: max(1e-6, *(3 * noise[what] for noise in noises)) for what in apart}
     wrong = {what: (apart[what], allowed[what]) for what in apart if not apart[what] <= allowed[what]}
     assert not wrong, f"(found, allowed) relative to plain optax: {wrong}"
+
+
+def pull_loss(params: Any, batch: Any) -> jax.Array:
+    """A loss for params of any shapes: each element is pulled towards one of its own, by a weight per example."""
+    total = jnp.float32(0)
+    for leaf in jax.tree.leaves(params):
+        aim = jnp.cos(jnp.arange(leaf.size, dtype=jnp.float32)).reshape(leaf.shape)
+        total += jnp.sum((leaf.astype(jnp.float32) - aim) ** 2) / leaf.size
+    return jnp.mean(batch["weight"]) * total + jnp.mean(batch["weight"] ** 2)
+
+
+def pull_model(params: Any, steps: int = 5, size: int = 120) -> Model:
+    """Any params under :func:`pull_loss`."""
+    rng = np.random.default_rng(3)
+    return Model(pull_loss, params, [{"weight": 1 + normal(rng, size, scale=0.1)} for _ in range(steps)])
+
+
+def compare(
+    m: Model, tx: optax.GradientTransformation, stage: int, devices: int = 8, **options: Any
+) -> tuple[zj.Plan, Run]:
+    """Trains ``m`` with every leaf sharded that can be, asserts that it is plain optax, and returns what came out."""
+    zero = zj.Zero(stage=stage, stage3_param_persistence_threshold=0)
+    plan = zj.make_plan(m.params, tx, mesh_of(devices), zero, **options)
+    found = train(m, tx, plan)
+    assert_equals_oracle(found, oracle(m, tx), [lambda: oracle(m, tx, parts=max(devices, 2))])
+    return plan, found

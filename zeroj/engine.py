@@ -14,6 +14,7 @@ from zeroj.checkpoint.checkpointer import Checkpointer
 from zeroj.config.batch import BatchSizes
 from zeroj.config.config import Config
 from zeroj.errors import ConfigError
+from zeroj.gather.scanned import find_scanned
 from zeroj.plan.mesh import make_mesh, zero_axes_of
 from zeroj.plan.plan import Plan, make_plan
 from zeroj.plan.precision import make_precision
@@ -110,7 +111,8 @@ class Engine:
             return [float(self._schedule(self.state.step))]
         found = optax.tree_utils.tree_get(self.state.opt_state.inner, "learning_rate", default=None)
         if found is None:
-            found = self.config.resolved().get("optimizer.params.lr")
+            section = self.config.resolved()["optimizer"] or {}
+            found = section.get("params", {}).get("lr")
         if found is None:
             raise ConfigError(
                 "get_lr: the optimizer is your own and its state has no 'learning_rate'. "
@@ -216,6 +218,7 @@ def initialize(
     *,
     trainable: Any = None,
     scanned: Any = None,
+    example_batch: Any = None,
     rng: jax.Array | int = 0,
     **arguments: Any,
 ) -> Engine:
@@ -229,6 +232,8 @@ def initialize(
         mesh: the mesh; left out, :func:`zeroj.make_mesh`.
         trainable: which leaves train; see :func:`zeroj.make_plan`.
         scanned: which leaves are stacks for ``lax.scan``; see :func:`zeroj.make_plan`.
+        example_batch: a batch of any size, or ShapeDtypeStructs of one: the loss is traced on it, and the stacks
+            are found, so that ``scanned`` can be left out.
         rng: a key or seed for the steps' randomness.
         **arguments: what "auto" in the config resolves to; see :meth:`zeroj.Config.load`.
 
@@ -260,6 +265,8 @@ def initialize(
         )
     precision = make_precision(config.precision, config.communication_dtype, config.grad_accum_dtype)
     shapes = jax.eval_shape(params) if callable(params) else params
+    if scanned is None and example_batch is not None:
+        scanned = find_scanned(loss_fn, shapes, example_batch)
     plan = make_plan(shapes, tx, mesh, config.zero, precision=precision, trainable=trainable, scanned=scanned)
     state = init_state(params, tx, plan, rng=rng, loss_scale=config.loss_scale)
     return Engine(loss_fn, config, plan, tx, state, sizes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from typing import Any
 
 import jax
@@ -30,8 +31,8 @@ PARAMS: dict[str, Any] = {
     "gate": normal(1),
 }
 TX = optax.adamw(optax.linear_schedule(2e-2, 1e-3, 20))
-#: 40 is divided by 1, 2, 4, 5 and 8.
-BATCHES = [{"x": _rng.integers(0, 7, 40), "y": normal(40, 4)} for _ in range(12)]
+#: 80 is divided by 1, 2, 4, 5, 8, and by 8 devices with two micro-batches.
+BATCHES = [{"x": _rng.integers(0, 7, 80), "y": normal(80, 4)} for _ in range(12)]
 
 
 def loss(params: dict[str, Any], batch: dict[str, Any]) -> jax.Array:
@@ -74,6 +75,15 @@ def train(
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
     return state, losses
+
+
+def save_first(folder: pathlib.Path, stage: int = 3) -> Plan:
+    """Saves the first state of the run of child.py; returns its plan."""
+    plan = plan_of(stage)
+    with zj.Checkpointer(folder) as checkpoints:
+        state = zj.init_state(PARAMS, TX, plan, rng=7)
+        checkpoints.save(state, plan, {"seen": [], "next": 0}, wait=True)
+    return plan
 
 
 def flat(state: zj.TrainState, plan: Plan) -> dict[str, np.ndarray]:

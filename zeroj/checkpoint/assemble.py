@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from zeroj.checkpoint.arrays import Target, place
+from zeroj.checkpoint.layout import key_data
 from zeroj.config.precision import LossScale
 from zeroj.optimizer.zero import first_state, params_from_masters, wrap_optimizer
 from zeroj.plan import tree
@@ -49,5 +51,16 @@ def first_fields(plan: Plan, loss_scale: LossScale | None, rng: jax.Array | int)
 
 def assemble(plan: Plan, params: Any, opt_state: ZeroOptState, fields: dict[str, Any]) -> TrainState:
     """The state, its small fields brought whole to every device."""
-    small = {k: jax.tree.map(lambda x: jax.device_put(x, plan.replicated), v) for k, v in fields.items()}
+    small = {name: jax.tree.map(lambda x: _everywhere(plan, x), field) for name, field in fields.items()}
     return TrainState(params, opt_state, **small)
+
+
+def _everywhere(plan: Plan, value: Any) -> jax.Array:
+    """A small array on every device of every process, from the same value in each process."""
+    if isinstance(value, jax.Array) and value.sharding == plan.replicated:
+        return value
+    data, generator = key_data(value)
+    host = np.asarray(data)
+    target = Target("", host.shape, host.shape, host.dtype, plan.replicated)
+    placed = place(host, target)
+    return jax.random.wrap_key_data(placed, impl=generator) if generator else placed

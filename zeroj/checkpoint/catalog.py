@@ -58,14 +58,12 @@ class Catalog:
             CheckpointError: it is not there; lists what is.
         """
         steps = self.refresh()
-        fitting = [s for s in steps if tag is None or self.manifests[s].tag == tag]
+        fitting = [s for s in steps if tag is None or tag in self.manifests[s].tags]
         if step is None and fitting:
             return fitting[-1]
         if step is not None and step in fitting:
             return step
-        known = ", ".join(
-            f"{s} (tag {self.manifests[s].tag!r})" if self.manifests[s].tag else str(s) for s in steps
-        )
+        known = ", ".join(str(s) + "".join(f" (tag {t!r})" for t in self.manifests[s].tags) for s in steps)
         wanted = " and ".join(f"{k} {v!r}" for k, v in (("step", step), ("tag", tag)) if v is not None)
         raise CheckpointError(
             f"{self.directory} holds no complete checkpoint{f' of {wanted}' if wanted else ''}. It holds: "

@@ -59,6 +59,7 @@ class Checkpointer:
         self._catalog = Catalog(directory)
         self._pending: int | None = None
         self._failure: CheckpointError | None = None
+        self._branch: set[int] = set()  # steps saved since the last restore: one history
         if jax.process_index() == 0:
             self._catalog.settle()
         options = ocp.CheckpointManagerOptions(
@@ -91,7 +92,8 @@ class Checkpointer:
 
         Returns as soon as the state is copied to the host; files are written in the background. A failure
         there is raised by the next call of any method, at the latest by :meth:`close`. An older checkpoint of
-        the same step is replaced; it stays until the new one is complete.
+        the same step is replaced; it stays until the new one is complete, which keeps its tags unless a
+        restore lies between the two.
 
         Args:
             state: the state, as the last step returned it.
@@ -118,12 +120,15 @@ class Checkpointer:
         known = self._catalog.manifests
         serial = 1 + max((m.serial for m in known.values()), default=0)
         specs = [leaf.spec for leaf in leaves]
-        manifest = describe(plan, state, specs, serial=serial, step=step, tag=tag, metrics=metrics or {})
+        tags = list(known[step].tags) if step in self._branch and step in known else []
+        tags += [tag] if tag is not None and tag not in tags else []
+        manifest = describe(plan, state, specs, serial=serial, step=step, tags=tags, metrics=metrics or {})
         self._make_way(step)
         self._pending, known[step] = step, manifest
         args = ocp.args.Composite(**{ITEM: StateSave(leaves, manifest, extra, copy=not wait)})
         with self._failures():
             self._manager.save(step, args=args, force=True)
+        self._branch.add(step)
         if wait:
             self.wait()
         return step
@@ -207,6 +212,7 @@ class Checkpointer:
         arrive(f"restore from {self.directory}", self.timeout)
         self.wait()
         folder = self.folder(self._catalog.find(step, tag))
+        self._branch.clear()
         state = restore_state(
             folder,
             Manifest.read(folder),

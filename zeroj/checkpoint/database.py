@@ -20,7 +20,7 @@ from zeroj.checkpoint.arrays import ArraySpec, Piece, Target, clip, padded
 from zeroj.errors import CheckpointError
 
 #: Bytes of reads or writes in flight at once, per process.
-IN_FLIGHT_BYTES = 256 * 2**20
+IN_FLIGHT_BYTES = 64 * 2**20
 #: Each process writes a database of its own here; they are merged, by reference, when all have finished.
 PROCESS_FOLDER = "process_"
 

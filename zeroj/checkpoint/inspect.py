@@ -104,7 +104,7 @@ def _overview(catalog: Catalog) -> list[str]:
         size = sum(_nbytes(leaf) for leaf in m.leaves.values())
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(m.saved_at))
         metrics = " ".join(f"{k}={v:g}" for k, v in m.metrics.items())
-        rows.append(f"  step {step:<10} {saved}  {_size(size):>10}  {m.tag} {metrics}".rstrip())
+        rows.append(f"  step {step:<10} {saved}  {_size(size):>10}  {' '.join(m.tags)} {metrics}".rstrip())
     return rows
 
 
@@ -112,7 +112,7 @@ def _description(m: Manifest, extra: dict[str, Any]) -> list[str]:
     params = [leaf for name, leaf in m.leaves.items() if name.split("/")[0] == "params"]
     versions = ", ".join(f"{name} {version}" for name, version in m.versions.items())
     lines = [
-        f"step {m.step}" + (f", tag {m.tag!r}" if m.tag else ""),
+        f"step {m.step}" + "".join(f", tag {tag!r}" for tag in m.tags),
         f"  {sum(math.prod(leaf.shape) for leaf in params):,} params in {len(params)} leaves; {versions}",
         f"  saved at stage {m.stage} on N = {m.degree}, mesh {m.mesh}, {m.precision}; opens on any other",
         f"  extra: {', '.join(sorted(extra)) or 'none'}",

@@ -62,17 +62,24 @@ def stored_leaves(state: TrainState, plan: Plan) -> list[Stored]:
 
 
 def param_targets(plan: Plan) -> list[Target]:
-    """Where the stored params go, as masters: one target per leaf of the plan."""
-    return [
-        Target(
-            param_name(leaf),
-            leaf.shape,
-            plan.master_placement(leaf).padded,
-            plan.master_dtype(leaf),
-            plan.sharding(plan.master_placement(leaf)),
-        )
-        for leaf in plan.leaves
-    ]
+    """Where the stored params go, as masters: one target per leaf of the plan.
+
+    A master that is part of the state, or a param that is its own master, is read to its final place, memory
+    kind included; any other is read sharded on the devices, for the whole param to be gathered from it.
+    """
+    final: list[Any] = (
+        jax.tree.leaves(plan.params_struct()) if plan.stage.params else [None] * len(plan.leaves)
+    )
+    if plan.has_master:
+        masters = plan.treedef.flatten_up_to(plan.opt_state_struct().master)
+        final = [m if x.trainable else None for m, x in zip(masters, plan.leaves, strict=True)]
+    targets = []
+    for leaf, struct in zip(plan.leaves, final, strict=True):
+        placement = plan.master_placement(leaf)
+        sharding = plan.sharding(placement) if struct is None else struct.sharding
+        name = param_name(leaf)
+        targets.append(Target(name, leaf.shape, placement.padded, plan.master_dtype(leaf), sharding))
+    return targets
 
 
 def optimizer_targets(plan: Plan) -> list[Target]:

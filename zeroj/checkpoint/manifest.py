@@ -43,7 +43,7 @@ class Manifest:
     Attributes:
         serial: 1 for the first checkpoint of a folder, one more for each later one: the order of saving.
         step: the step under which it was saved.
-        tag: the user's name for it, or empty.
+        tags: the user's names for it.
         saved_at: seconds since 1970.
         stage: ZeRO stage of the run that saved it; like ``degree`` and ``mesh`` for people only.
         degree: its N.
@@ -57,7 +57,7 @@ class Manifest:
 
     serial: int
     step: int
-    tag: str
+    tags: tuple[str, ...]
     saved_at: float
     stage: int
     degree: int
@@ -86,7 +86,7 @@ class Manifest:
             version = raw.get("format", 0)
             leaves = {k: Leaf(**{**v, "shape": tuple(v["shape"])}) for k, v in raw.get("leaves", {}).items()}
             if version == FORMAT:
-                return cls(**{**raw, "leaves": leaves})
+                return cls(**{**raw, "leaves": leaves, "tags": tuple(raw["tags"])})
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(f"{file} is missing or damaged ({error}): no usable checkpoint.") from error
         raise CheckpointError(
@@ -101,7 +101,7 @@ def describe(
     *,
     serial: int,
     step: int,
-    tag: str | None,
+    tags: Sequence[str],
     metrics: Mapping[str, Any],
 ) -> Manifest:
     """The manifest of a state about to be saved."""
@@ -114,7 +114,7 @@ def describe(
     return Manifest(
         serial=serial,
         step=step,
-        tag=tag or "",
+        tags=tuple(tags),
         saved_at=time.time(),
         stage=plan.zero.stage,
         degree=plan.degree,

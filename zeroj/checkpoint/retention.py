@@ -48,7 +48,7 @@ class Retention:
             return set(order)
         kept = set(order[-self.keep :])
         kept |= {step for step in order if self.keep_every and step % self.keep_every == 0}
-        kept |= set({m.tag: step for step in order if (m := manifests[step]).tag}.values())
+        kept |= set({tag: step for step in order for tag in manifests[step].tags}.values())
         best = self.best_step(manifests)
         return kept if best is None else kept | {best}
 

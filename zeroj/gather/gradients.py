@@ -7,25 +7,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import PartitionSpec
 
 from zeroj.errors import PlanError
 from zeroj.gather import loss as losses
-from zeroj.gather.inputs import (
-    batch_specs,
-    check_batch,
-    check_params,
-    interpreter,
-    lazy_leaves,
-    microbatch_keys,
-    split_microbatches,
-    whole_struct,
-)
+from zeroj.gather.inputs import check_batch, check_params, interpreter, lazy_leaves, whole_struct
 from zeroj.gather.loss import LossOut
 from zeroj.gather.means import accumulate, over_devices
-from zeroj.gather.reductions import Reduction
-from zeroj.plan.plan import ParamLeaf, Plan
+from zeroj.gather.views import View, make_view
+from zeroj.plan.mesh import traced_on
+from zeroj.plan.plan import Plan
 
 
 class Gradients(NamedTuple):
@@ -55,7 +45,9 @@ def value_and_grad(
             compute dtype, this device's slice of the batch; returns the mean loss, ``zj.Mean`` or (loss, aux).
         plan: where params and gradients live.
         has_aux: whether the loss returns (loss, aux); then the result is ((loss, aux), grads).
-        loss_over: "device": the loss sees this device's slice of the batch.
+        loss_over: "device": the loss sees this device's slice of the batch. "global": the whole batch, as
+            under plain pjit, so that in-batch negatives and batch statistics are those of the whole batch;
+            then ``rng`` is the same on every device, and aux is returned as it is.
 
     Returns:
         A function of (params, batch, rng=None) that returns (loss, grads): the mean over the global batch, and
@@ -67,19 +59,18 @@ def value_and_grad(
     Example:
         >>> loss, grads = jax.jit(zj.value_and_grad(loss_fn, plan))(params, batch)
     """
-    if loss_over != "device":
-        raise PlanError(f"loss_over={loss_over!r} is not supported; it must be 'device'.")
+    view = make_view(plan, loss_over)
     needs_rng = losses.takes_rng(loss_fn)
 
     def run(params: Any, batch: Any, rng: Any = None) -> Any:
         if needs_rng and rng is None:
             raise PlanError("loss_fn takes an rng: pass one, as in value_and_grad(...)(params, batch, rng).")
-        out = gradients(loss_fn, plan, params, batch, rng, has_aux=has_aux)
+        out = gradients(loss_fn, plan, params, batch, rng, view=view, has_aux=has_aux)
         live = iter(out.grads)
         grads = plan.treedef.unflatten([next(live) if leaf.trainable else None for leaf in plan.leaves])
         return ((out.loss, out.aux) if has_aux else out.loss), grads
 
-    return run
+    return traced_on(plan.mesh, run)
 
 
 def gradients(
@@ -90,6 +81,7 @@ def gradients(
     rng: Any = None,
     scale: Any = 1.0,
     *,
+    view: View,
     accumulation: int = 1,
     has_aux: bool = False,
 ) -> Gradients:
@@ -100,87 +92,67 @@ def gradients(
         plan: where params and gradients live.
         params: the stored params.
         batch: leaves of shape (global batch, ...).
-        rng: a key, folded per device and micro-batch; left out, a constant one.
+        rng: a key, folded per micro-batch, and per device where the view is one device's; left out, a constant.
         scale: fp32 scalar that the loss is multiplied by for the backward pass.
+        view: what the loss sees of the batch.
         accumulation: micro-batches per device, run one after the other.
         has_aux: whether the loss must return (loss, aux).
     """
     leaves = check_params(plan, params)
     check_batch(plan, batch, accumulation)
     rng = jax.random.key(0) if rng is None else rng
-    live = [leaf for leaf in plan.leaves if leaf.trainable]
 
-    def local(leaves: list[Any], batch: Any, rng: Any, scale: Any) -> tuple[Any, ...]:
-        out, token = _local(loss_fn, plan, leaves, batch, rng, scale, accumulation, has_aux)
-        return (*out, token)
+    def program(*args: Any) -> tuple[Any, list[jax.Array]]:
+        return _program(loss_fn, plan, view, args, accumulation, has_aux)
 
-    whole = PartitionSpec()
-    loss, weight, aux, grads, token = jax.shard_map(
-        local,
-        mesh=plan.mesh,
-        in_specs=(
-            [plan.param_placement(leaf).zero_spec for leaf in plan.leaves],
-            batch_specs(plan, batch),
-            whole,
-            whole,
-        ),
-        out_specs=(whole, whole, whole, [plan.grad_placement(leaf).zero_spec for leaf in live], whole),
-        axis_names=set(plan.zero_axes),
-        check_vma=False,
-    )(leaves, batch, rng, jnp.asarray(scale, jnp.float32))
+    placements = [plan.grad_placement(leaf) for leaf in plan.leaves if leaf.trainable]
+    args = (leaves, batch, rng, jnp.asarray(scale, jnp.float32))
+    (loss, weight, aux, token), grads = view.run(program, args, placements)
     return Gradients(loss + token, weight, aux, grads)
 
 
-def _local(
+def _program(
     loss_fn: Callable[..., Any],
     plan: Plan,
-    leaves: list[jax.Array],
-    batch: Any,
-    rng: jax.Array,
-    scale: jax.Array,
+    view: View,
+    args: tuple[Any, ...],
     accumulation: int,
     has_aux: bool,
-) -> tuple[Gradients, jax.Array]:
-    """What one device does: its micro-batches one after the other, then what is left to reduce."""
+) -> tuple[Any, list[jax.Array]]:
+    """Micro-batches one after the other, then what is left to reduce."""
+    leaves, batch, rng, scale = args
     live = [leaf for leaf in plan.leaves if leaf.trainable]
-    batches = split_microbatches(batch, accumulation)
-    keys = microbatch_keys(plan, rng, accumulation)
-    program, (out_shape, _) = losses.gradient_program(
+    batches = view.split(batch, accumulation)
+    keys = view.keys(rng, accumulation)
+    traced, (out_shape, _) = losses.gradient_program(
         loss_fn,
         plan.treedef.unflatten([whole_struct(plan, leaf) for leaf in plan.leaves]),
         jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches),
         jax.ShapeDtypeStruct((), keys.dtype),
         jax.ShapeDtypeStruct((), jnp.float32),
         trains=[leaf.trainable for leaf in plan.leaves],
-        axes=plan.zero_axes,
-        degree=plan.degree,
+        axes=view.axes,
+        degree=view.degree,
         has_aux=has_aux,
     )
-    at_once = accumulation == 1 or plan.stage.accumulator
-    reductions = [_reduction(plan, leaf) for leaf in live]
+    at_once = accumulation == 1 or plan.stage.accumulator or not view.axes
+    reductions = [view.reduction(leaf) for leaf in live]
     heads = len(jax.tree.leaves(out_shape))
     wanted = [None] * heads + (reductions if at_once else [None] * len(live))
 
     def one(micro: Any, key: jax.Array) -> tuple[LossOut, list[jax.Array], jax.Array]:
-        walker = interpreter(plan)
-        args = [*lazy_leaves(plan, leaves), *jax.tree.leaves(micro), key, scale]
-        outs = walker.force(walker.run(program, args, wanted))
+        walker = interpreter(plan, view.gather)
+        values = [*lazy_leaves(plan, leaves), *jax.tree.leaves(micro), key, scale]
+        outs = walker.force(walker.run(traced, values, wanted))
         head = jax.tree.unflatten(jax.tree.structure(out_shape), outs[:heads])
         wide = [
             g.astype(plan.precision.accumulator(x.dtype)) for g, x in zip(outs[heads:], live, strict=True)
         ]
         return head, wide, walker.gathers.token()
 
-    head, grads, token = accumulate(one, batches, keys, accumulation, plan.zero_axes)
+    head, grads, token = accumulate(one, batches, keys, accumulation, view.axes)
     if not at_once:
         grads = [r(g) for r, g in zip(reductions, grads, strict=True)]
     grads = [g.astype(plan.precision.gradient(x.dtype)) for g, x in zip(grads, live, strict=True)]
-    loss, count, aux = over_devices(head, plan.zero_axes, plan.degree)
-    return Gradients(loss, count, aux, grads), token
-
-
-def _reduction(plan: Plan, leaf: ParamLeaf) -> Reduction:
-    dtype = plan.precision.communication or plan.precision.compute(leaf.dtype)
-    if plan.precision.half and not plan.stage.grads:
-        return Reduction(leaf.placement, np.dtype(dtype), plan.zero_axes, whole=True)
-    return Reduction(plan.grad_placement(leaf), np.dtype(dtype), plan.zero_axes)
+    loss, weight, aux = over_devices(head, view.axes, view.degree)
+    return (loss, weight, aux, token), grads

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
@@ -14,6 +14,7 @@ from zeroj.gather.interpret import Interpreter
 from zeroj.gather.lazy import Shard
 from zeroj.plan import tree
 from zeroj.plan.plan import ParamLeaf, Plan
+from zeroj.plan.rules import Placement
 
 #: Elements gathered together unless the config says otherwise (stage3_prefetch_bucket_size). About one layer of
 #: width 4096: with DeepSpeed's 5e7 a large matrix would have to hide behind a single small one.
@@ -83,23 +84,6 @@ def batch_specs(plan: Plan, batch: Any) -> Any:
     return jax.tree.map(lambda x: PartitionSpec(plan.zero_axes) if np.ndim(x) else PartitionSpec(), batch)
 
 
-def split_microbatches(batch: Any, accumulation: int) -> Any:
-    """This device's slice of the batch as (accumulation, micro-batch, ...); scalars are repeated."""
-
-    def split(x: jax.Array) -> jax.Array:
-        if not x.ndim:
-            return jnp.broadcast_to(x, (accumulation,))
-        return x.reshape(accumulation, x.shape[0] // accumulation, *x.shape[1:])
-
-    return jax.tree.map(split, batch)
-
-
-def microbatch_keys(plan: Plan, rng: jax.Array, accumulation: int) -> jax.Array:
-    """(accumulation,) keys, different on every device and for every micro-batch."""
-    device = jax.lax.axis_index(plan.zero_axes)
-    return jax.random.split(jax.random.fold_in(rng, device), accumulation)
-
-
 def whole_struct(plan: Plan, leaf: ParamLeaf) -> jax.ShapeDtypeStruct:
     """A leaf as the loss sees it: the user's shape, the compute dtype."""
     return jax.ShapeDtypeStruct(leaf.shape, plan.precision.compute(leaf.dtype))
@@ -115,13 +99,14 @@ def lazy_leaves(plan: Plan, leaves: list[jax.Array]) -> list[Any]:
     return out
 
 
-def interpreter(plan: Plan) -> Interpreter:
+def interpreter(plan: Plan, gather: Callable[[jax.Array, Placement], jax.Array]) -> Interpreter:
     """The walker of programs, with the plan's look-ahead and reuse settings."""
     given = plan.zero.model_fields_set
     bucket = plan.zero.stage3_prefetch_bucket_size if "stage3_prefetch_bucket_size" in given else None
     live = plan.zero.stage3_max_live_parameters if "stage3_max_live_parameters" in given else None
     reuse = plan.zero.stage3_max_reuse_distance if "stage3_max_reuse_distance" in given else 0
     return Interpreter(
+        gather,
         DEFAULT_BUCKET if bucket is None else int(bucket),
         int(reuse or 0),
         DEFAULT_MAX_LIVE if live is None else int(live),

@@ -17,23 +17,25 @@ import jax.numpy as jnp
 from zeroj import _compat
 from zeroj.gather import lazy
 from zeroj.gather.reductions import Reduction, ReductionPlan, Reductions, place_reductions
-from zeroj.gather.tokens import Gathers
+from zeroj.gather.tokens import Gather, Gathers
 
 
 class Interpreter:
     """Evaluates programs on a mix of lazy and ordinary values, inside ``shard_map``.
 
     Args:
+        gather: makes a whole parameter from a stored shard and its placement.
         bucket: elements gathered together and ahead of their use (see :class:`Gathers`).
         reuse: how many gathered elements later a whole parameter may be used again at top level.
         max_live: elements that may be gathered at a time for a region that ``jax.checkpoint`` recomputes.
     """
 
-    def __init__(self, bucket: int, reuse: int, max_live: int) -> None:
+    def __init__(self, gather: Gather, bucket: int, reuse: int, max_live: int) -> None:
+        self.gather = gather
         self.bucket = bucket
         self.reuse = reuse
         self.max_live = max_live
-        self.gathers = Gathers(bucket, reuse)
+        self.gathers = Gathers(gather, bucket, reuse)
 
     def run(self, program: _compat.Program, args: Sequence[Any], wanted: Reductions) -> list[Any]:
         """Evaluates a program.
@@ -80,7 +82,7 @@ class Interpreter:
         inside = reductions.inside.get(id(eqn))
         has_lazy = any(lazy.is_lazy(value) for value in operands)
         if not has_lazy and inside is None:
-            return _compat.bind(eqn, operands)
+            return _compat.bind(eqn, self._in_step(eqn, operands))
         rule = RULES.get(eqn.primitive.name)
         if rule is not None:
             with _compat.source_of(eqn):
@@ -93,6 +95,14 @@ class Interpreter:
             return list(lazy.apply(eqn, operands))
         return self.consume(eqn, operands)
 
+    def _in_step(self, eqn: _compat.Eqn, operands: list[Any]) -> list[Any]:
+        """The operands of a costly equation, held until the gradients before it are made; see ``Gathers``."""
+        if eqn.primitive.name not in COSTLY or not self.gathers.gradients_are_due():
+            return operands
+        at_hand = [i for i, v in enumerate(operands) if isinstance(v, jax.Array)]
+        held = dict(zip(at_hand, self.gathers.after_gradients([operands[i] for i in at_hand]), strict=True))
+        return [held.get(i, v) for i, v in enumerate(operands)]
+
     def consume(self, eqn: _compat.Eqn, operands: list[Any]) -> list[Any]:
         """Gathers what the equation needs, evaluates it, and lets go."""
         lazies = [value for value in operands if lazy.is_lazy(value)]
@@ -103,6 +113,9 @@ class Interpreter:
             whole = [lazy.evaluate(held.get(i, v), self.gathers.whole) for i, v in enumerate(operands)]
         return _compat.bind(eqn, whole)
 
+
+#: Equations that are worth waiting for, and with which a reduction can hide.
+COSTLY = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "scan"})
 
 Rule = Callable[[Interpreter, _compat.Eqn, list[Any], Reductions], list[Any]]
 
@@ -127,7 +140,7 @@ def _scan(self: Interpreter, eqn: _compat.Eqn, operands: list[Any], wanted: Redu
         plain_xs, shard_slices = sliced
         slices = dict(zip(stacks, shard_slices, strict=True))
         args = [lazy.slice_of(x, slices) if s else p for x, s, p in zip(xs, staying, plain_xs, strict=True)]
-        inner = Interpreter(self.bucket, self.reuse, self.max_live)
+        inner = Interpreter(self.gather, self.bucket, self.reuse, self.max_live)
         inner.gathers.free_start = True
         outs = inner.run(layout.body, [*consts, *carry, *args], wanted)
         origin = {id(piece): stacks[key] for key, piece in slices.items()}

@@ -13,20 +13,27 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from zeroj.collectives import plain
 from zeroj.gather.lazy import Shard
+from zeroj.plan.rules import Placement
+
+#: Makes a whole parameter from a stored shard and its placement.
+Gather = Callable[[jax.Array, Placement], jax.Array]
 
 
 class Gathers:
     """The gathers of one straight piece of program: issued in order, remembered while they may be reused.
 
     Args:
+        gather: makes a whole parameter from a stored shard and its placement.
         bucket: elements that are gathered together, one bucket ahead of their use.
         reuse: a whole parameter is used again, rather than gathered again, while at most this many elements
             were gathered since; 0 means only within its bucket.
+        free_start: whether the first bucket waits for nothing: in a loop's body XLA can then start its gathers
+            in the iteration before.
     """
 
-    def __init__(self, bucket: int, reuse: int = 0, free_start: bool = False) -> None:
+    def __init__(self, gather: Gather, bucket: int, reuse: int = 0, free_start: bool = False) -> None:
+        self._gather = gather
         self.bucket = bucket
         self.reuse = reuse
         self.free_start = free_start
@@ -38,6 +45,7 @@ class Gathers:
         self._total = 0
         self._in_bucket = 0
         self._opens = False
+        self._unheld = 0
         self._in_region = False
         self._outer_reuse = reuse
         self._whole: dict[tuple[int, str], tuple[int, Shard, jax.Array]] = {}
@@ -56,7 +64,7 @@ class Gathers:
         if self._total > size or not self.free_start:
             arrays, self.gate = jax.lax.optimization_barrier((arrays, self.gate))
         for (key, shard), array in zip(new.items(), arrays, strict=True):
-            self._whole[key] = (self._total, shard, plain.gather(array, shard.placement))
+            self._whole[key] = (self._total, shard, self._gather(array, shard.placement))
 
     def before_use(self, values: Sequence[jax.Array]) -> list[jax.Array]:
         """Marks the start of the first use in a bucket; the next bucket's gathers wait for ``values``."""
@@ -78,12 +86,18 @@ class Gathers:
         """
         held, made, earlier = jax.lax.optimization_barrier((list(values), self.made, self._reduced_earlier))
         self.made = made + earlier
+        self._unheld = 0
         self._reduced_earlier = self._reduced
         self._reduced = jnp.zeros((), jnp.float32)
         return held
 
+    def gradients_are_due(self) -> bool:
+        """Whether a bucket of gradients was marked since anything was held for them."""
+        return self._unheld >= self.bucket
+
     def reduce(self, grad: jax.Array, reduction: Callable[[jax.Array], jax.Array]) -> jax.Array:
         """Reduces a gradient over devices, in step with the backward pass."""
+        self._unheld += grad.size
         grad, self.made = jax.lax.optimization_barrier((grad, self.made))
         reduced, self._reduced = jax.lax.optimization_barrier((reduction(grad), self._reduced))
         return reduced

@@ -18,6 +18,7 @@ import optax
 from zeroj.collectives import plain
 from zeroj.errors import PlanError
 from zeroj.plan import tree
+from zeroj.plan.mesh import traced_on
 from zeroj.plan.plan import ParamLeaf, Plan, check_tx
 from zeroj.plan.rules import Placement
 from zeroj.plan.tree import ZeroOptState
@@ -70,7 +71,7 @@ def wrap_optimizer(tx: optax.GradientTransformation, plan: Plan) -> ZeroOptimize
         new_params, new_state = apply_gradients(user_tx, plan, grads, state, params, **extra)
         return _differences(plan, new_params, params), new_state
 
-    wrapped = ZeroOptimizer(init, update)
+    wrapped = ZeroOptimizer(traced_on(plan.mesh, init), traced_on(plan.mesh, update))
     wrapped.user_tx, wrapped.plan = user_tx, plan
     return wrapped
 

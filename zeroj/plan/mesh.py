@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -63,6 +65,27 @@ def zero_axes_of(mesh: Mesh, zero_axes: Sequence[str] | None) -> tuple[str, ...]
             f"make_plan(..., zero_axes=({have[0]!r},)), or build the mesh with zj.make_mesh()."
         )
     return tuple(a for a in have if a in wanted)
+
+
+def traced_on(mesh: Mesh, fun: Callable[..., Any]) -> Callable[..., Any]:
+    """``fun``, traced as if ``mesh`` were the context's mesh, whatever ``jax.set_mesh`` the caller is inside.
+
+    A plan's mesh has automatic axes. Inside ``jax.set_mesh`` of a mesh with explicit ones, JAX would refuse its
+    arrays in every operation. Where no mesh is set, nothing is changed.
+
+    Args:
+        mesh: the plan's mesh.
+        fun: a function that is only called under a trace, such as one given to ``jax.jit``.
+    """
+
+    @functools.wraps(fun)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if jax.sharding.get_abstract_mesh().empty:
+            return fun(*args, **kwargs)
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return fun(*args, **kwargs)
+
+    return run
 
 
 def _infer(axes: dict[str, int], count: int) -> dict[str, int]:

@@ -237,13 +237,19 @@ def make_plan(
     zero = Zero() if zero is None else zero if isinstance(zero, Zero) else Zero(**dict(zero))
     policy = precision if isinstance(precision, Precision) else make_precision(precision)
     check_tx(tx)
+    if zero.needs():
+        raise PlanError(
+            "This zero_optimization asks for what zeroj does not do yet: " + ", ".join(zero.needs()) + "."
+        )
     axes = zero_axes_of(mesh, zero_axes)
     mesh = tree.auto_mesh(mesh)
     flat, treedef = tree.flatten(params)
     trains = tree.trainable_flags(params, flat, trainable)
     is_stack = tree.path_predicate(scanned)
     sizes = {axis: mesh.shape[axis] for axis in axes}
-    threshold = _threshold(zero, [leaf.size for leaf in flat.values()], math.prod(sizes.values()))
+    numels = [leaf.size for leaf in flat.values()]
+    threshold = _threshold(zero, numels, math.prod(sizes.values()))
+    thresholds = _within_model_threshold(zero, numels, threshold)
     leaves = tuple(
         ParamLeaf(
             path,
@@ -252,13 +258,13 @@ def make_plan(
             place(
                 leaf.shape,
                 sizes,
-                threshold=threshold,
+                threshold=own_threshold,
                 scanned=(0,) if is_stack(path) else (),
                 model=tree.model_axes(leaf.sharding, axes, len(leaf.shape)),
             ),
             flag,
         )
-        for (path, leaf), flag in zip(flat.items(), trains, strict=True)
+        for (path, leaf), flag, own_threshold in zip(flat.items(), trains, thresholds, strict=True)
     )
     plan = Plan(mesh, zero, axes, policy, threshold, leaves, treedef, (), None)
     return _with_state(plan, tx)
@@ -287,6 +293,18 @@ def _threshold(zero: Zero, sizes: list[int], degree: int) -> int:
     """The persistence threshold: what the user set, or what keeps whole leaves cheap."""
     given = zero.stage3_param_persistence_threshold
     return auto_threshold(sizes, degree) if given is None else int(given)
+
+
+def _within_model_threshold(zero: Zero, sizes: list[int], threshold: int) -> list[int]:
+    """The threshold of each leaf: 0 once the leaves that stay whole have used up the model's own limit."""
+    limit = zero.stage3_model_persistence_threshold
+    left = sum(sizes) if limit is None else int(limit)
+    thresholds = []
+    for size in sizes:
+        stays = size <= threshold and size <= left
+        left -= size if stays else 0
+        thresholds.append(threshold if stays or size > threshold else 0)
+    return thresholds
 
 
 def check_tx(tx: Any) -> None:

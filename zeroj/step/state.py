@@ -17,6 +17,7 @@ from zeroj.errors import PlanError
 from zeroj.gather.inputs import check_params
 from zeroj.optimizer.zero import first_state, masters_of, params_from_masters, wrap_optimizer
 from zeroj.plan import tree
+from zeroj.plan.mesh import traced_on
 from zeroj.plan.plan import ParamLeaf, Plan
 from zeroj.plan.rules import Placement
 from zeroj.plan.tree import ZeroOptState
@@ -96,17 +97,17 @@ def init_state(
     struct = abstract_state(tx, plan, loss_scale=loss_scale)
     shardings = jax.tree.map(lambda s: s.sharding, struct)
     if callable(params_or_init_fn):
-        masters = _born(plan, params_or_init_fn)
+        masters = birth(plan, params_or_init_fn)()
     else:
         masters = [
             _place(plan, leaf, value, plan.master_placement(leaf), plan.master_dtype(leaf))
             for leaf, value in zip(plan.leaves, _user_values(plan, params_or_init_fn), strict=True)
         ]
     opt_state = _first_opt_state(wrapped, plan, masters, shardings.opt_state)
-    params = jax.jit(partial(params_from_masters, plan), out_shardings=shardings.params)(masters)
-    key = jax.random.key(rng) if isinstance(rng, int) else rng
-    small = (jnp.int32(0), jnp.int32(0), init_scale(loss_scale or default_scaling(plan.precision.name)), key)
-    step, skipped, scale, key = jax.device_put(small, jax.tree.map(lambda _: plan.replicated, small))
+    to_params = traced_on(plan.mesh, partial(params_from_masters, plan))
+    params = jax.jit(to_params, out_shardings=shardings.params)(masters)
+    scaler = init_scale(loss_scale or default_scaling(plan.precision.name))
+    step, skipped, scale, key = _small(plan, (np.int32(0), np.int32(0), scaler), rng)
     return TrainState(params, opt_state, step, skipped, scale, key)
 
 
@@ -157,20 +158,31 @@ def _fetch(plan: Plan, value: jax.Array) -> np.ndarray:
     return np.asarray(value.addressable_data(0) if value.is_fully_replicated else value)
 
 
-def _born(plan: Plan, init_fn: Callable[[], Any]) -> list[jax.Array]:
-    """Runs the user's init compiled with the plan's shardings."""
-    shapes = jax.eval_shape(init_fn)
-    _user_values(plan, shapes)
+def birth(plan: Plan, init_fn: Callable[[], Any]) -> Any:
+    """The user's init as a jitted function of nothing, compiled with the plan's shardings.
+
+    Returns:
+        A function that gives one master per leaf; ``.lower().compile()`` shows what it needs without running it.
+    """
+    _user_values(plan, jax.eval_shape(init_fn))
     shardings = [plan.sharding(plan.master_placement(leaf)) for leaf in plan.leaves]
-    return jax.jit(lambda: masters_of(plan, init_fn()), out_shardings=shardings)()
+    return jax.jit(traced_on(plan.mesh, lambda: masters_of(plan, init_fn())), out_shardings=shardings)
 
 
 def _first_opt_state(wrapped: Any, plan: Plan, masters: list[jax.Array], shardings: Any) -> ZeroOptState:
     """The optimizer's state; an init that needs real values runs outside ``jit``, on global arrays."""
-    make = partial(first_state, wrapped.user_tx, plan)
+    make = traced_on(plan.mesh, partial(first_state, wrapped.user_tx, plan))
     if not plan.concrete_init:
         return jax.jit(make, out_shardings=shardings)(masters)
     return jax.tree.map(jax.device_put, make(masters), shardings)
+
+
+def _small(plan: Plan, counters: tuple[Any, ...], rng: jax.Array | int) -> tuple[Any, ...]:
+    """Counters and the key on every device. By ``jit``: ``device_put`` cannot reach other processes' devices."""
+    key = jax.random.key(rng) if isinstance(rng, int) else rng
+    kind, data = jax.random.key_impl(key), np.asarray(jax.random.key_data(key))
+    make = traced_on(plan.mesh, lambda values, data: (*values, jax.random.wrap_key_data(data, impl=kind)))
+    return jax.jit(make, out_shardings=plan.replicated)(counters, data)
 
 
 def _user_values(plan: Plan, params: Any) -> list[Any]:

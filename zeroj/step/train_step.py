@@ -14,7 +14,9 @@ from zeroj.config.precision import LossScale
 from zeroj.errors import PlanError
 from zeroj.gather.evaluate import evaluate
 from zeroj.gather.gradients import Gradients, gradients
+from zeroj.gather.views import make_view
 from zeroj.optimizer.zero import ZeroOptimizer, apply_gradients, wrap_optimizer
+from zeroj.plan.mesh import traced_on
 from zeroj.plan.plan import Plan
 from zeroj.step.precision import all_finite, default_scaling, next_scale
 from zeroj.step.state import TrainState
@@ -31,6 +33,7 @@ def make_train_step(
     clip_norm: float | None = None,
     *,
     has_aux: bool = False,
+    loss_over: str = "device",
     loss_scale: LossScale | None = None,
     skip_nonfinite: bool | None = None,
     donate: bool = True,
@@ -44,6 +47,7 @@ def make_train_step(
         accumulation_steps: micro-batches per update.
         clip_norm: the gradient's global norm is clipped to this; left out, it is not clipped.
         has_aux: whether the loss must return (loss, aux); a loss that returns a pair is always understood.
+        loss_over: "device" or "global"; see :func:`zeroj.value_and_grad`.
         loss_scale: the loss scaler's settings; left out, dynamic for fp16 and none otherwise.
         skip_nonfinite: whether a step with a non-finite gradient changes nothing but the scale and
             ``skipped``; left out, True in half precision and False in fp32.
@@ -69,6 +73,7 @@ def make_train_step(
             f"accumulation_steps must be at least 1 and clip_norm positive or None; "
             f"they are {accumulation_steps} and {clip_norm}."
         )
+    view = make_view(plan, loss_over)
     wrapped = wrap_optimizer(tx, plan)
     scaling = loss_scale or default_scaling(plan.precision.name)
     skips = plan.precision.half if skip_nonfinite is None else skip_nonfinite
@@ -77,7 +82,15 @@ def make_train_step(
         rng = jax.random.fold_in(state.rng, state.scale.iteration)
         scale = state.scale.scale
         out = gradients(
-            loss_fn, plan, state.params, batch, rng, scale, accumulation=accumulation_steps, has_aux=has_aux
+            loss_fn,
+            plan,
+            state.params,
+            batch,
+            rng,
+            scale,
+            view=view,
+            accumulation=accumulation_steps,
+            has_aux=has_aux,
         )
         grads, norm, factor = _unscale_and_clip(out.grads, scale, clip_norm)
         good = _may_update(out, norm, skips)
@@ -107,11 +120,14 @@ def make_train_step(
             metrics["aux"] = out.aux
         return new, metrics
 
-    return jax.jit(step, donate_argnums=(0,) if donate else (), compiler_options=flags.step_options())
+    options = flags.step_options()
+    return jax.jit(
+        traced_on(plan.mesh, step), donate_argnums=(0,) if donate else (), compiler_options=options
+    )
 
 
 def make_eval_step(
-    loss_fn: Callable[..., Any], plan: Plan, *, has_aux: bool = False
+    loss_fn: Callable[..., Any], plan: Plan, *, has_aux: bool = False, loss_over: str = "device"
 ) -> Callable[[TrainState, Any], dict[str, Any]]:
     """Builds the jitted ``(state, batch) -> metrics``: the loss without gradients, same gather on use.
 
@@ -119,6 +135,7 @@ def make_eval_step(
         loss_fn: as for :func:`make_train_step`.
         plan: where the params live.
         has_aux: whether the loss must return (loss, aux).
+        loss_over: "device" or "global"; see :func:`zeroj.value_and_grad`.
 
     Returns:
         A jitted function; its metrics are ``loss``, and ``aux`` if the loss has one.
@@ -128,11 +145,13 @@ def make_eval_step(
         >>> eval_step(state, batch)["loss"]
     """
 
+    view = make_view(plan, loss_over)
+
     def step(state: TrainState, batch: Any) -> dict[str, Any]:
-        loss, aux = evaluate(loss_fn, plan, state.params, batch, state.rng, has_aux=has_aux)
+        loss, aux = evaluate(loss_fn, plan, state.params, batch, state.rng, view=view, has_aux=has_aux)
         return {"loss": loss, **({"aux": aux} if jax.tree.leaves(aux) else {})}
 
-    return jax.jit(step)
+    return jax.jit(traced_on(plan.mesh, step))
 
 
 def _unscale_and_clip(

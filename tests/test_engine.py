@@ -1,0 +1,187 @@
+"""The engine: what people who come from DeepSpeed call."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zeroj as zj
+from tests import oracle
+
+pytestmark = pytest.mark.usefixtures("compile_fast")
+W = {"w": np.zeros(8, np.float32)}
+
+
+def config(**sections: Any) -> dict[str, Any]:
+    return {
+        "train_batch_size": 32,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 3},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
+    } | sections
+
+
+def injected(params: Any, batch: Any) -> jax.Array:
+    return jnp.mean(batch["g"]) * jnp.sum(params["w"].astype(jnp.float32))
+
+
+def toy_engine(**sections: Any) -> zj.Engine:
+    return zj.initialize(oracle.toy_loss, oracle.toy_params(), config(**sections))
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_training_from_a_file_is_plain_optax(stage: int, tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(config(zero_optimization={"stage": stage})))
+    params, batches = oracle.toy_params(), oracle.toy_batches(5, 32)
+    engine = zj.initialize(oracle.toy_loss, params, path)
+    seen = [engine.train_batch(batch) for batch in batches]
+    wanted = oracle.oracle(
+        oracle.Model(oracle.toy_loss, params, batches), optax.adamw(1e-2, weight_decay=0.01), clip=1.0
+    )
+    np.testing.assert_allclose([float(m["loss"]) for m in seen], wanted.losses, rtol=1e-6)
+    np.testing.assert_allclose(engine.get_global_grad_norm(), wanted.norms[-1], rtol=1e-6)
+    assert oracle.distance(zj.full_params(engine.state, engine.plan), wanted.params) <= 1e-6
+    assert engine.global_steps == 5 and engine.skipped_steps == 0 and engine.was_step_applied()
+    assert engine.plan.zero.stage == stage
+
+
+def test_before_the_first_step_there_is_nothing_to_report() -> None:
+    engine = toy_engine()
+    assert engine.global_steps == 0 and engine.get_global_grad_norm() is None
+    assert not engine.was_step_applied()
+    assert engine.get_batch_info() == (32, 2, 2)
+    assert engine.get_lr() == [1e-2]
+
+
+def test_eval_changes_nothing_and_takes_any_size_that_divides() -> None:
+    engine = toy_engine()
+    before = zj.full_params(engine.state, engine.plan)
+    for size in (8, 64):
+        batch = oracle.toy_batches(1, size)[0]
+        found = engine.eval_batch(batch)
+        wanted = oracle.toy_loss(oracle.toy_params(), batch)
+        np.testing.assert_allclose(found["loss"], wanted, rtol=1e-5)
+    assert engine.global_steps == 0
+    assert oracle.distance(zj.full_params(engine.state, engine.plan), before) == 0
+    with pytest.raises(zj.PlanError, match="global batch size 12"):
+        engine.eval_batch(oracle.toy_batches(1, 12)[0])
+
+
+@pytest.mark.parametrize("size", (16, 64))
+def test_a_batch_of_another_size_than_configured(size: int) -> None:
+    with pytest.raises(zj.PlanError, match=f"{size} examples, but train_batch_size is 32"):
+        toy_engine().train_batch(oracle.toy_batches(1, size)[0])
+
+
+def test_the_learning_rate_shown_is_the_one_that_the_next_update_uses() -> None:
+    """SGD at gradient one moves by exactly the learning rate: linear warm-up, then linear decay."""
+    schedule = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3, "total_num_steps": 6,
+                "warmup_max_lr": 0.5, "warmup_min_lr": 0.0, "warmup_type": "linear"}}  # fmt: skip
+    sections = {"optimizer": {"type": "SGD", "params": {"lr": 0.5}}, "scheduler": schedule}
+    engine = zj.initialize(
+        injected,
+        W,
+        {"train_batch_size": 8, "gradient_clipping": 0, "zero_optimization": {"stage": 2}, **sections},
+    )
+    shown, moved = [], []
+    for _ in range(6):
+        shown.append(engine.get_lr()[0])
+        before = float(np.asarray(engine.state.params["w"])[0])
+        engine.train_batch({"g": np.ones(8, np.float32)})
+        moved.append(before - float(np.asarray(engine.state.params["w"])[0]))
+    np.testing.assert_allclose(moved, shown, rtol=1e-6, atol=1e-7)
+    assert max(shown) == pytest.approx(0.5) and len(set(np.round(shown, 6))) > 3
+    assert shown.index(max(shown)) in (2, 3) and shown[-1] < max(shown)
+
+
+def test_a_skipped_step_is_counted_but_takes_no_step_of_the_schedule() -> None:
+    sections = {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}}
+    engine = zj.initialize(
+        injected, W, {"train_batch_size": 8, "gradient_clipping": 0, **sections}, tx=optax.sgd(1.0)
+    )
+    ones, bad = np.ones(8, np.float32), np.array([1, 1, 1, np.inf, 1, 1, 1, 1], np.float32)
+    engine.train_batch({"g": ones})
+    assert engine.was_step_applied() and engine.skipped_steps == 0
+    metrics = engine.train_batch({"g": bad})
+    assert not engine.was_step_applied()
+    assert (engine.global_steps, engine.skipped_steps, int(metrics["step"])) == (2, 1, 1)
+    assert float(metrics["loss_scale"]) == 16
+    metrics = engine.train_batch({"g": ones})
+    assert engine.was_step_applied() and float(metrics["loss_scale"]) == 8
+    assert (engine.global_steps, engine.skipped_steps, int(metrics["step"])) == (3, 1, 2)
+    assert np.all(np.asarray(engine.state.params["w"], np.float32) == -2)
+
+
+def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> None:
+    batches = oracle.toy_batches(4, 32)
+    straight, first = toy_engine(), toy_engine()
+    for batch in batches:
+        straight.train_batch(batch)
+    for batch in batches[:2]:
+        first.train_batch(batch)
+    tag = first.save_checkpoint(tmp_path, client_state={"epoch": 7})
+    first.close()
+    assert tag == "global_step2"
+    second = toy_engine()
+    _, client = second.load_checkpoint(tmp_path)
+    assert client == {"epoch": 7} and second.global_steps == 2
+    for batch in batches[2:]:
+        second.train_batch(batch)
+    second.close()
+    for a, b in zip(
+        jax.tree.leaves((straight.state.params, straight.state.opt_state)),
+        jax.tree.leaves((second.state.params, second.state.opt_state)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    assert second.global_steps == 4
+    third = toy_engine(zero_optimization={"stage": 1})
+    third.load_checkpoint(tmp_path, tag, load_module_only=True)
+    third.close()
+    assert third.global_steps == 0 and int(third.state.step) == 0
+    assert (
+        oracle.distance(zj.full_params(third.state, third.plan), zj.full_params(second.state, second.plan))
+        > 0
+    )
+
+
+def test_what_the_engine_lacks_is_refused_by_name() -> None:
+    with pytest.raises(zj.ConfigError) as caught:
+        toy_engine(
+            zero_optimization={
+                "stage": 3,
+                "offload_optimizer": {"device": "cpu"},
+                "zero_quantized_weights": True,
+            }
+        )
+    assert "offload_optimizer:cpu" in str(caught.value) and "zero++:qwZ" in str(caught.value)
+
+
+def test_without_an_optimizer_it_says_where_to_name_one() -> None:
+    with pytest.raises(zj.ConfigError, match=r"No optimizer: give tx=.*'optimizer'"):
+        zj.initialize(injected, W, {"train_batch_size": 8})
+
+
+def test_params_may_be_a_function_and_tx_the_users_own() -> None:
+    engine = zj.initialize(
+        injected,
+        lambda: {"w": jnp.zeros(8)},
+        {"train_batch_size": 8, "gradient_clipping": 0},
+        tx=optax.inject_hyperparams(optax.sgd)(learning_rate=0.25),
+        mesh=oracle.mesh_of(4),
+    )
+    assert engine.get_lr() == [0.25] and engine.get_batch_info() == (8, 2, 1)
+    engine.train_batch({"g": np.ones(8, np.float32)})
+    assert np.all(np.asarray(engine.state.params["w"]) == -0.25)
+    bare = zj.initialize(injected, W, {"train_batch_size": 8}, tx=optax.sgd(1.0))
+    with pytest.raises(zj.ConfigError, match="inject_hyperparams"):
+        bare.get_lr()

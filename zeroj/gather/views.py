@@ -1,0 +1,167 @@
+"""Two views that a loss may have of the batch: this device's slice of it, or the whole.
+
+Under the device view the program runs inside ``shard_map``: gathers and reductions are collectives. Under the
+global view it runs under plain ``jit``, as a user's own pjit step would: gathers and reductions are sharding
+constraints, from which XLA's partitioner makes the collectives. What walks the program is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zeroj.collectives import plain
+from zeroj.errors import PlanError
+from zeroj.gather.inputs import batch_specs
+from zeroj.gather.reductions import Reduction
+from zeroj.plan.plan import ParamLeaf, Plan
+from zeroj.plan.rules import Placement
+
+
+class View(Protocol):
+    """How a program sees params, batch and gradients.
+
+    Attributes:
+        axes: the mesh axes over which the program's own values are still to be summed.
+        degree: the number of devices along them.
+    """
+
+    axes: tuple[str, ...]
+    degree: int
+
+    def gather(self, array: jax.Array, placement: Placement) -> jax.Array:
+        """The whole leaf, in the user's shape, from its stored shard."""
+
+    def reduction(self, leaf: ParamLeaf) -> Reduction:
+        """How the gradient of a leaf is summed over devices."""
+
+    def split(self, batch: Any, accumulation: int) -> Any:
+        """The batch as (accumulation, micro-batch, ...); scalars are repeated."""
+
+    def keys(self, rng: jax.Array, accumulation: int) -> jax.Array:
+        """(accumulation,) keys."""
+
+    def run(self, program: Callable[..., Any], args: tuple[Any, ...], grads: list[Placement]) -> Any:
+        """Runs ``program(leaves, batch, *whole)``, which returns (whole values, list of gradients)."""
+
+
+def make_view(plan: Plan, loss_over: str) -> View:
+    """The view that ``loss_over`` names.
+
+    Raises:
+        PlanError: it names none.
+    """
+    if loss_over not in ("device", "global"):
+        raise PlanError(f"loss_over must be 'device' or 'global', not {loss_over!r}.")
+    return DeviceView(plan) if loss_over == "device" else GlobalView(plan)
+
+
+class DeviceView:
+    """The loss sees this device's slice of the batch."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.axes, self.degree = plan, plan.zero_axes, plan.degree
+
+    def gather(self, array: jax.Array, placement: Placement) -> jax.Array:
+        """All-gathers."""
+        return plain.gather(array, placement)
+
+    def reduction(self, leaf: ParamLeaf) -> Reduction:
+        """Reduce-scatters; a whole gradient in half precision is gathered again (see :class:`Reduction`)."""
+        plan = self.plan
+        again = plan.precision.half and not plan.stage.grads
+        placement = leaf.placement if again else plan.grad_placement(leaf)
+        return Reduction(placement, _wire_dtype(plan, leaf), plan.zero_axes, whole=again)
+
+    def split(self, batch: Any, accumulation: int) -> Any:
+        """Splits the slice of this device."""
+
+        def one(x: jax.Array) -> jax.Array:
+            if not x.ndim:
+                return jnp.broadcast_to(x, (accumulation,))
+            return x.reshape(accumulation, x.shape[0] // accumulation, *x.shape[1:])
+
+        return jax.tree.map(one, batch)
+
+    def keys(self, rng: jax.Array, accumulation: int) -> jax.Array:
+        """Different on every device and for every micro-batch."""
+        return jax.random.split(jax.random.fold_in(rng, jax.lax.axis_index(self.axes)), accumulation)
+
+    def run(self, program: Callable[..., Any], args: tuple[Any, ...], grads: list[Placement]) -> Any:
+        """Runs inside ``shard_map`` over the ZeRO axes; the mesh's other axes stay automatic."""
+        plan, whole = self.plan, PartitionSpec()
+        params = [plan.param_placement(leaf).zero_spec for leaf in plan.leaves]
+        return jax.shard_map(
+            program,
+            mesh=plan.mesh,
+            in_specs=(params, batch_specs(plan, args[1]), *(whole for _ in args[2:])),
+            out_specs=(whole, [p.zero_spec for p in grads]),
+            axis_names=set(plan.zero_axes),
+            check_vma=False,
+        )(*args)
+
+
+@dataclass(frozen=True)
+class Constraint(Reduction):
+    """A reduction that XLA's partitioner makes: the value is already the sum, and is told where to live."""
+
+    mesh: Mesh | None = None
+
+    def __call__(self, value: jax.Array) -> jax.Array:
+        """Puts the sum where it belongs."""
+        assert self.mesh is not None
+        stored = plain.pad(value.astype(self.dtype), self.placement)
+        sharding = NamedSharding(self.mesh, self.placement.spec)
+        return jax.lax.with_sharding_constraint(stored, sharding).astype(value.dtype)
+
+
+class GlobalView:
+    """The loss sees the whole batch, as under plain pjit."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.degree = plan, 1
+        self.axes: tuple[str, ...] = ()
+
+    def gather(self, array: jax.Array, placement: Placement) -> jax.Array:
+        """Constrains to whole, the user's own model axes excepted."""
+        whole = NamedSharding(self.plan.mesh, placement.whole().spec)
+        return plain.unpad(jax.lax.with_sharding_constraint(array, whole), placement)
+
+    def reduction(self, leaf: ParamLeaf) -> Reduction:
+        """Constrains to the shard."""
+        plan = self.plan
+        placement = plan.grad_placement(leaf)
+        return Constraint(placement, _wire_dtype(plan, leaf), plan.zero_axes, mesh=plan.mesh)
+
+    def split(self, batch: Any, accumulation: int) -> Any:
+        """Splits so that each device's part of a micro-batch is a part of what it already holds."""
+        plan = self.plan
+        sharding = NamedSharding(plan.mesh, PartitionSpec(None, plan.zero_axes))
+
+        def one(x: jax.Array) -> jax.Array:
+            if not x.ndim:
+                return jnp.broadcast_to(x, (accumulation,))
+            parts = x.reshape(plan.degree, accumulation, -1, *x.shape[1:])
+            micro = jnp.moveaxis(parts, 1, 0).reshape(accumulation, -1, *x.shape[1:])
+            return jax.lax.with_sharding_constraint(micro, sharding)
+
+        return jax.tree.map(one, batch)
+
+    def keys(self, rng: jax.Array, accumulation: int) -> jax.Array:
+        """Different for every micro-batch."""
+        return jax.random.split(rng, accumulation)
+
+    def run(self, program: Callable[..., Any], args: tuple[Any, ...], grads: list[Placement]) -> Any:
+        """Runs as it is."""
+        del grads
+        return program(*args)
+
+
+def _wire_dtype(plan: Plan, leaf: ParamLeaf) -> np.dtype:
+    return np.dtype(plan.precision.communication or plan.precision.compute(leaf.dtype))

@@ -50,7 +50,7 @@ def jit_step(
     def step(values: Any, state: Any, data: Any) -> tuple[Any, Any, jax.Array]:
         loss, found = jax.value_and_grad(loss_fn)(values, data)
         found = jax.lax.with_sharding_constraint(found, grads)
-        return (*_update(tx, values, state, found, clip_norm), loss)
+        return (*update(tx, values, state, found, clip_norm), loss)
 
     whole = NamedSharding(batch.mesh, PartitionSpec())
     return jax.jit(
@@ -92,7 +92,7 @@ def shard_map_step(
             out_specs=(PartitionSpec(), specs[1]),
             check_vma=False,
         )(values, data)
-        return (*_update(tx, values, state, found, clip_norm), loss)
+        return (*update(tx, values, state, found, clip_norm), loss)
 
     return jax.jit(step, out_shardings=(params, opt_state, None), donate_argnums=(0, 1))
 
@@ -102,7 +102,7 @@ def place_batch(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
 
-def _update(
+def update(
     tx: optax.GradientTransformation, params: Any, state: Any, grads: Any, clip_norm: float
 ) -> tuple[Any, Any]:
     norm = optax.tree.norm(grads)

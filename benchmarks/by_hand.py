@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from baselines import _update
+from baselines import update
 from clusters import CLIP_NORM, Shape, make_loss
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -48,7 +48,7 @@ def compile_by_hand(
 
     def step(values: Any, state: Any, batch: Any) -> Any:
         loss, grads = grad(values, batch)
-        return (*_update(tx, values, state, grads, CLIP_NORM), loss)
+        return (*update(tx, values, state, grads, CLIP_NORM), loss)
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (params, state))
     whole = NamedSharding(mesh, PartitionSpec())

@@ -16,6 +16,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "benchmarks"))
 
 import clusters
 
+pytestmark = pytest.mark.slow  # four compiles of some seconds
+
 SMALL = clusters.Shape(layers=4, width=256, vocab=0, sequence=128)
 MATRICES, NORMS = 4, 2
 FORMULA = {1: 2.0, 2: 2.0, 3: 3.0}
@@ -54,7 +56,7 @@ def test_no_gradient_that_is_sharded_is_all_reduced(stage: int, scan: bool) -> N
     whole = sum(math.prod(leaf.shape) for leaf in case.plan.leaves if not leaf.placement.sharded)
     reduced = sum(r.payload * r.times for r in case.report.collectives if r.op == "all-reduce")
     assert whole == SMALL.layers * NORMS * SMALL.width
-    assert reduced <= 2 * whole + 64
+    assert reduced < 2 * whole + 1024  # scalars; the smallest sharded gradient has 131,072 bytes
 
 
 @pytest.mark.parametrize("scan", [True, False])

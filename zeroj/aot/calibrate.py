@@ -109,7 +109,7 @@ def calibrated(gpu: Gpu, rates: dict[str, float], kind: str) -> Gpu:
         "pcie": ("h2d", "d2h"),
         "nvlink": ("all_gather", "reduce_scatter"),
     }
-    changes = {}
+    changes: dict[str, Any] = {}
     for field, names in slower.items():
         values = [rates[name] for name in names if name in rates]
         if values:

@@ -1,7 +1,8 @@
 """Train the example GPT on the Python standard library's source, from a ds_config.json.
 
     python examples/train_gpt.py --config examples/ds_config.json --demo
-    python examples/train_gpt.py --config examples/ds_config.json --resume --steps 200
+    python examples/train_gpt.py --config examples/ds_config.json --steps 80
+    python examples/train_gpt.py --config examples/ds_config.json --resume
 
 Prints the plan, trains with a live line, evaluates, saves, and leaves under ``--out``: loss.png, memory.png,
 sample.txt and checkpoints. ``--demo`` also resumes from the checkpoint before the last and shows that the

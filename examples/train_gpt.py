@@ -1,7 +1,7 @@
 """Train the example GPT on the Python standard library's source, from a ds_config.json.
 
     python examples/train_gpt.py --config examples/ds_config.json --demo
-    python examples/train_gpt.py --config examples/ds_config.json --resume --steps 300
+    python examples/train_gpt.py --config examples/ds_config.json --resume --steps 200
 
 Prints the plan, trains with a live line, evaluates, saves, and leaves under ``--out``: loss.png, memory.png,
 sample.txt and checkpoints. ``--demo`` also resumes from the checkpoint before the last and shows that the
@@ -17,6 +17,7 @@ import sys
 import time
 
 import gpt
+import jax
 import text
 from devices import request_devices
 from training import Run, Setup, draw, write_sample
@@ -36,7 +37,7 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("--config", type=pathlib.Path, required=True, help="a ds_config.json")
     add("--out", type=pathlib.Path, default=pathlib.Path("out"), help="folder for all that is written")
-    add("--steps", type=int, default=200, help="train up to this step")
+    add("--steps", type=int, default=160, help="train up to this step")
     add("--eval-every", type=int, default=40, help="steps between evaluations")
     add("--save-every", type=int, default=40, help="steps between checkpoints")
     add("--resume", action="store_true", help="go on from the newest checkpoint under --out")
@@ -89,6 +90,8 @@ def main() -> int:
     """Run, and say how it ended."""
     args, started = parse_args(), time.perf_counter()
     request_devices(args.devices)
+    if not jax.config.jax_compilation_cache_dir:  # a resumed run does not compile again
+        jax.config.update("jax_compilation_cache_dir", str(args.out.absolute() / "compiled"))
     setup = make_setup(args)
     run = Run.resume(setup, args.out) if args.resume else Run.fresh(setup, args.out)
     run.describe()

@@ -79,7 +79,10 @@ class Engine:
 
         Raises:
             PlanError: the batch is not of ``train_batch_size``.
+            CheckpointError: a save in the background has failed.
         """
+        for checkpoints in self._checkpointers.values():
+            checkpoints.check()  # a save in the background that failed stops the run here
         self.state, self._metrics = self._step(self.state, self._prepare(batch, self.batch_sizes.train))
         self.global_steps += 1
         every = self.config.steps_per_print

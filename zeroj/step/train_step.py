@@ -178,14 +178,12 @@ def _advance(
         finite: bool scalar, or None where gradients are not looked at.
         scaling: the loss scaler's settings.
     """
-    params, opt_state = _update(tx, tx.plan, state, grads, out.loss)
     conditions = [finite] if finite is not None else []
     conditions += [out.weight > 0] if out.weight is not None else []
     applied = jnp.bool_(True)
     for condition in conditions:
         applied = applied & condition
-    if conditions:
-        params, opt_state = _keep_if(applied, (params, opt_state), (state.params, state.opt_state))
+    params, opt_state = _update(tx, state, grads, out.loss, applied if conditions else None)
     scale = next_scale(state.scale, jnp.bool_(True) if finite is None else finite, scaling)
     done = applied.astype(jnp.int32)
     return TrainState(
@@ -194,13 +192,14 @@ def _advance(
 
 
 def _update(
-    tx: ZeroOptimizer, plan: Plan, state: TrainState, grads: list[jax.Array], loss: jax.Array
+    tx: ZeroOptimizer,
+    state: TrainState,
+    grads: list[jax.Array],
+    loss: jax.Array,
+    applied: jax.Array | None,
 ) -> tuple[Any, Any]:
-    live = iter(grads)
+    plan, live = tx.plan, iter(grads)
     tree = plan.treedef.unflatten([next(live) if leaf.trainable else None for leaf in plan.leaves])
-    return apply_gradients(tx.user_tx, plan, tree, state.opt_state, state.params, value=loss, grad=tree)
-
-
-def _keep_if(good: jax.Array, new: Any, old: Any) -> Any:
-    """The new state where the step is good, the old one, bit for bit, where it is skipped."""
-    return jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old)
+    return apply_gradients(
+        tx.user_tx, plan, tree, state.opt_state, state.params, applied=applied, value=loss, grad=tree
+    )

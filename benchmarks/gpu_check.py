@@ -67,14 +67,14 @@ def plain_run(work: Workload, steps: int) -> tuple[list[float], np.ndarray]:
     batch = jax.device_put(work.batch, device)
 
     @jax.jit
-    def step(params: Any, state: Any) -> tuple[Any, Any, jax.Array]:
+    def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
         loss, grads = jax.value_and_grad(work.loss_fn)(params, batch)
         updates, state = work.tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 
     losses = []
     for _ in range(steps):
-        params, state, loss = step(params, state)
+        params, state, loss = step(params, state, batch)
         losses.append(float(loss))
     return losses, vector(params)
 

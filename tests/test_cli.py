@@ -8,8 +8,11 @@ import subprocess
 import sys
 import textwrap
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
+import zeroj as zj
 from zeroj.aot.plan_command import amount
 from zeroj.cli import main
 from zeroj.errors import PlanError
@@ -180,3 +183,16 @@ def test_report_names_the_pool_s_limit(
 def test_as_a_module() -> None:
     done = subprocess.run([sys.executable, "-m", "zeroj.cli", "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "plan" in done.stdout and "report" in done.stdout
+
+
+def test_inspect_and_convert_a_checkpoint(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine = zj.initialize(lambda p, b: (b @ p["w"]).mean(), {"w": np.ones((8, 3), np.float32)}, config)
+    engine.train_batch(np.ones((8, 8), np.float32))
+    engine.save_checkpoint(tmp_path / "run", wait=True)
+    engine.close()
+    assert main(["inspect", str(tmp_path / "run"), "--verify"]) == 0
+    assert "(8, 3)" in capsys.readouterr().out
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert load_file(tmp_path / "out" / "model.safetensors")["w"].shape == (8, 3)
+    assert main(["inspect", str(tmp_path / "nothing")]) == 2

@@ -187,3 +187,18 @@ def test_params_may_be_a_function_and_tx_the_users_own() -> None:
     bare = zj.initialize(injected, W, {"train_batch_size": 8}, tx=optax.sgd(1.0))
     with pytest.raises(zj.ConfigError, match="inject_hyperparams"):
         bare.get_lr()
+
+
+def test_two_optimizers_are_refused_and_a_schedule_without_its_optimizer_warns() -> None:
+    config = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    params = {"w": np.ones((8, 3), np.float32)}
+    with pytest.raises(zj.ConfigError, match="Two optimizers"):
+        zj.initialize(lambda p, b: (b @ p["w"]).mean(), params, config, tx=optax.sgd(0.1))
+    only_schedule = {
+        "train_batch_size": 8,
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}},
+    }
+    with pytest.warns(UserWarning, match="does not reach an optimizer of your own"):
+        engine = zj.initialize(lambda p, b: (b @ p["w"]).mean(), params, only_schedule, tx=optax.sgd(0.1))
+    with pytest.raises(zj.ConfigError, match="has no 'learning_rate'"):
+        engine.get_lr()

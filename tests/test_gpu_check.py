@@ -13,6 +13,7 @@ import gpu_check
 import workload
 
 
+@pytest.mark.usefixtures("compile_fast")
 def test_parity_is_judged_against_plain_optax(capsys: pytest.CaptureFixture[str]) -> None:
     work = workload.small_gpt(layers=2, heads=2, width=32, context=16)
     run = gpu_check.stage_run(work, 3, steps=2)

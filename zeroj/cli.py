@@ -23,6 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_plan(commands)
     _add_report(commands)
+    _add_inspect(commands)
+    _add_convert(commands)
     args = parser.parse_args(argv)
     try:
         print(args.run(args))
@@ -63,3 +65,49 @@ def _report(args: argparse.Namespace) -> str:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from zeroj.checkpoint.inspect import inspect
+
+    parser = commands.add_parser(
+        "inspect",
+        help="what is in a folder of checkpoints",
+        description="Tree, shapes, dtypes, sizes, step and versions of a checkpoint, without its devices.",
+    )
+    _add_checkpoint(parser)
+    parser.add_argument("--verify", action="store_true", help="read every array and check its checksums")
+    parser.set_defaults(run=lambda a: inspect(a.directory, a.verify, step=a.step, tag=a.tag))
+
+
+def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from zeroj.checkpoint.inspect import convert
+
+    parser = commands.add_parser(
+        "convert",
+        help="a checkpoint to safetensors",
+        description="Writes the params of a checkpoint as safetensors, on any machine.",
+    )
+    _add_checkpoint(parser)
+    parser.add_argument("out", help="the folder to write to")
+    parser.add_argument("--dtype", help="such as bfloat16; left out, the params' own dtypes")
+    parser.add_argument("--without-frozen", action="store_true", help="leave out leaves that do not train")
+
+    def run(args: argparse.Namespace) -> str:
+        files = convert(
+            args.directory,
+            args.out,
+            step=args.step,
+            tag=args.tag,
+            dtype=args.dtype,
+            frozen=not args.without_frozen,
+        )
+        return "\n".join(str(file) for file in files)
+
+    parser.set_defaults(run=run)
+
+
+def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", help="the folder of checkpoints")
+    parser.add_argument("--step", type=int, help="which checkpoint; left out, the latest")
+    parser.add_argument("--tag", help="the tag that it was saved with")

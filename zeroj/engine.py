@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -51,7 +52,8 @@ class Engine:
         self.batch_sizes = batch_sizes
         self.global_steps = 0
         self.loss_fn = loss_fn
-        self._schedule = config.make_schedule()
+        self._configured = bool(config.resolved()["optimizer"])
+        self._schedule = config.make_schedule() if self._configured else None
         self._metrics: dict[str, Any] = {}
         self._checkpointers: dict[str, Checkpointer] = {}
         self._step = make_train_step(
@@ -77,7 +79,10 @@ class Engine:
 
         Raises:
             PlanError: the batch is not of ``train_batch_size``.
+            CheckpointError: a save in the background has failed.
         """
+        for checkpoints in self._checkpointers.values():
+            checkpoints.check()  # a save in the background that failed stops the run here
         self.state, self._metrics = self._step(self.state, self._prepare(batch, self.batch_sizes.train))
         self.global_steps += 1
         every = self.config.steps_per_print
@@ -110,7 +115,7 @@ class Engine:
         if self._schedule is not None:
             return [float(self._schedule(self.state.step))]
         found = optax.tree_utils.tree_get(self.state.opt_state.inner, "learning_rate", default=None)
-        if found is None:
+        if found is None and self._configured:
             section = self.config.resolved()["optimizer"] or {}
             found = section.get("params", {}).get("lr")
         if found is None:
@@ -228,7 +233,7 @@ def initialize(
         loss_fn: ``loss_fn(params, batch)`` or ``(params, batch, rng)``; see :func:`zeroj.value_and_grad`.
         params: the user's params, or a function of nothing that makes them (then they are born sharded).
         config: a path, JSON text, a dict, or a loaded :class:`zeroj.Config`.
-        tx: an optax optimizer; left out, the config's.
+        tx: an optax optimizer; left out, the config's. Not both.
         mesh: the mesh; left out, :func:`zeroj.make_mesh`.
         trainable: which leaves train; see :func:`zeroj.make_plan`.
         scanned: which leaves are stacks for ``lax.scan``; see :func:`zeroj.make_plan`.
@@ -257,7 +262,7 @@ def initialize(
     for axis in axes:
         world *= mesh.shape[axis]
     sizes = config.batch.resolve(world, counted)
-    tx = config.make_optimizer() if tx is None else tx
+    tx = _optimizer(config, tx)
     if tx is None:
         raise ConfigError(
             "No optimizer: give tx=, or the section 'optimizer' in the config, for example "
@@ -270,6 +275,24 @@ def initialize(
     plan = make_plan(shapes, tx, mesh, config.zero, precision=precision, trainable=trainable, scanned=scanned)
     state = init_state(params, tx, plan, rng=rng, loss_scale=config.loss_scale)
     return Engine(loss_fn, config, plan, tx, state, sizes)
+
+
+def _optimizer(
+    config: Config, tx: optax.GradientTransformation | None
+) -> optax.GradientTransformation | None:
+    """The config's optimizer or the user's own; never both."""
+    configured = config.make_optimizer()
+    if tx is not None and configured is not None:
+        raise ConfigError(
+            "Two optimizers: the config has the section 'optimizer', and tx= was given. Leave one of them out."
+        )
+    if tx is not None and config.make_schedule() is not None:
+        warnings.warn(
+            "The config's scheduler does not reach an optimizer of your own: make it with "
+            "zj.Config.load(...).make_schedule() as its learning rate.",
+            stacklevel=3,
+        )
+    return configured if tx is None else tx
 
 
 def _check_supported(config: Config) -> None:

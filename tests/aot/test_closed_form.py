@@ -59,7 +59,8 @@ def test_the_moment_that_holds_most_is_counted_and_no_other() -> None:
     long, short = need(Choice(3), sizes, Batch(8, 1024)), need(Choice(1), sizes, Batch(1, 128))
     assert long.parts["activations"] == sizes.kept(8192) + sizes.logits(8192) + 4 * 8192 * 768
     assert long.parts["grads"] == 0 and long.parts["gathered"] == 4 * sizes.embedding
-    assert short.parts["new params"] == 2 * sizes.params and short.parts["activations"] == 0
+    stacked = 2 * sizes.layer * 12 // 3
+    assert short.parts["new params"] == 2 * sizes.params + stacked and short.parts["activations"] == 0
 
 
 def test_attention_without_a_fused_kernel_holds_its_scores() -> None:

@@ -121,6 +121,7 @@ def test_what_is_kept(
             tag = "mine" if step == 2 else None
             checkpoints.save(state, plan, step=step, tag=tag, metrics={"loss": np.float32(value)})
         assert checkpoints.all_steps() == kept
+        assert sorted(p.name for p in tmp_path.iterdir()) == [str(step) for step in kept]
         if "best" in rules:
             assert checkpoints.best_step() == (1 if "best_mode" in rules else 4)
 

@@ -218,12 +218,14 @@ def test_half_written_folders_are_never_the_latest_and_block_nothing(run: Any) -
     (root / "4" / "state").mkdir(parents=True)
     shutil.copytree(root / "1", root / "0")
     shutil.copytree(root / "2", root / "replaced-9")
+    shutil.copytree(root / "1" / "state", root / "deleted" / "7" / "state")
     with pytest.warns(UserWarning, match="Checkpoint 4 is left out"), zj.Checkpointer(root) as again:
         assert again.all_steps() == [1, 0, 2, 9] or again.all_steps() == [0, 1, 2, 9]
         assert again.latest_step() in (2, 9)
         again.save(state, plan, step=3)
         again.save(state, plan, step=4)
         assert again.latest_step() == 4
+    assert not (root / "deleted").exists() and not list(root.glob("replaced-*"))
 
 
 def test_a_copy_of_a_checkpoint_loads(run: Any, tmp_path: pathlib.Path) -> None:

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import zeroj as zj
-from tests.gather.forms import FORMS
+from tests.gather.kinds import FORMS
 
 
 @pytest.mark.parametrize("name", FORMS)

@@ -136,7 +136,9 @@ def _temporaries(choice: Choice, sizes: Sizes, batch: Batch, n: int) -> dict[str
     gathered = 2 * BF16 * sizes.gathered if choice.stage == 3 else 0
     unreduced = BF16 * sizes.gathered if choice.stage > 0 else 0
     # Below stage 3 the new params are gathered beside the old ones, as a step may yet be skipped.
-    renewed = {1: half, 2: half}.get(choice.stage, 0)
+    # The largest stacked matrix, a third of the layers', is there once more while it is laid out.
+    stacked = BF16 * sizes.layer * sizes.layers // 3
+    renewed = half + stacked if choice.stage in (1, 2) else 0
     at_loss = {
         "activations": kept + sizes.logits(batch.tokens) + 4 * batch.tokens * sizes.hidden,
         "grads": accumulator,

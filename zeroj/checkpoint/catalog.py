@@ -14,6 +14,8 @@ from zeroj.errors import CheckpointError
 ITEM = "state"
 #: An older checkpoint of a step waits under this name until the new one is complete.
 ASIDE = "replaced-"
+#: What is no longer kept is renamed into this folder first, so that no half-deleted step ever has a number.
+DELETED = "deleted"
 
 
 class Catalog:
@@ -78,11 +80,13 @@ class Catalog:
 
     def settle(self) -> None:
         """Ends every replacement: deletes what was set aside if the new one is complete, else brings it back.
+        Also deletes what is no longer kept.
 
         Never call it while a save is running.
         """
         if not self.directory.is_dir():
             return
+        shutil.rmtree(self.directory / DELETED, ignore_errors=True)
         for aside in self.directory.glob(f"{ASIDE}*"):
             final = self.directory / aside.name.removeprefix(ASIDE)
             if final.exists():

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from zeroj.checkpoint.catalog import ITEM, Catalog
+from zeroj.checkpoint.catalog import DELETED, ITEM, Catalog
 from zeroj.checkpoint.handler import StateSave
 from zeroj.checkpoint.layout import stored_leaves
 from zeroj.checkpoint.manifest import Manifest, describe, extra_to_json, read_extra
@@ -65,6 +65,7 @@ class Checkpointer:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=KeepManifests(self.retention, self._catalog.manifests),
             cleanup_tmp_directories=True,
+            todelete_subdir=DELETED,
             async_options=ocp.AsyncOptions(timeout_secs=timeout),
         )
         self._manager = ocp.CheckpointManager(self.directory, options=options)

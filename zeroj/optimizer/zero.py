@@ -99,6 +99,8 @@ def apply_gradients(
     grads: Any,
     state: ZeroOptState,
     params: Any,
+    *,
+    applied: jax.Array | None = None,
     **extra: Any,
 ) -> tuple[Any, ZeroOptState]:
     """One update. Returns the new stored params and the new state.
@@ -109,6 +111,8 @@ def apply_gradients(
         grads: in the layout of ``plan.grads``; frozen leaves are ignored.
         state: the state.
         params: stored params.
+        applied: bool scalar; where it is False everything stays as it is, bit for bit. Selected on shards, before
+            whole params are gathered from them. Left out, the update is always made.
         **extra: passed on to ``tx.update``.
     """
     flat_params = plan.treedef.flatten_up_to(params)
@@ -124,8 +128,14 @@ def apply_gradients(
         views.append(_master_view(plan, leaf, param if master is None else master))
         seen.append(plain.unpad(grad, plan.grad_placement(leaf)).astype(plan.precision.gradient(leaf.dtype)))
     before = plan.treedef.unflatten(views)
-    updates, inner = tx.update(plan.treedef.unflatten(seen), load_state(plan, state.inner), before, **extra)
-    after = plan.treedef.flatten_up_to(optax.apply_updates(before, updates))
+    inner_before = load_state(plan, state.inner)
+    updates, inner = tx.update(plan.treedef.unflatten(seen), inner_before, before, **extra)
+    updated = optax.apply_updates(before, updates)
+    if applied is not None:
+        updated, inner = jax.tree.map(
+            lambda new, old: jnp.where(applied, new, old), (updated, inner), (before, inner_before)
+        )
+    after = plan.treedef.flatten_up_to(updated)
     shards = [
         _store(plan, plan.master_placement(leaf), value, plan.master_dtype(leaf))
         if leaf.trainable

@@ -93,32 +93,18 @@ def make_train_step(
             has_aux=has_aux,
         )
         grads, norm, factor = _unscale_and_clip(out.grads, scale, clip_norm)
-        good = _may_update(out, norm, skips)
-        params, opt_state = _update(wrapped, plan, state, grads, out.loss)
-        if good is not None:
-            params, opt_state = _keep_if(good, (params, opt_state), (state.params, state.opt_state))
-        done = jnp.int32(1) if good is None else good.astype(jnp.int32)
-        finite = jnp.bool_(True) if good is None else good
-        new = TrainState(
-            params,
-            opt_state,
-            state.step + done,
-            state.skipped + 1 - done,
-            next_scale(state.scale, finite, scaling),
-            state.rng,
-        )
+        finite = all_finite(out.grads) & jnp.isfinite(norm) if skips else None
+        new, applied = _advance(wrapped, state, out, grads, finite, scaling)
         metrics = {
             "loss": out.loss,
             "grad_norm": norm,
             "clip_factor": factor,
             "loss_scale": scale,
             "skipped": new.skipped,
-            "applied": finite,
+            "applied": applied,
             "step": new.step,
         }
-        if jax.tree.leaves(out.aux):
-            metrics["aux"] = out.aux
-        return new, metrics
+        return new, metrics | ({"aux": out.aux} if jax.tree.leaves(out.aux) else {})
 
     options = flags.step_options()
     return jax.jit(
@@ -172,25 +158,48 @@ def global_norm(grads: list[jax.Array]) -> jax.Array:
     return jnp.sqrt(sum(squares, start=jnp.float32(0)))
 
 
-def _may_update(out: Gradients, norm: jax.Array, skips: bool) -> jax.Array | None:
-    """Bool scalar, or None where no step is ever skipped: finite gradients, and something counted."""
-    good = None
-    if skips:
-        good = all_finite(out.grads) & jnp.isfinite(norm)
-    if out.weight is not None:
-        counted = out.weight > 0
-        good = counted if good is None else good & counted
-    return good
+def _advance(
+    tx: ZeroOptimizer,
+    state: TrainState,
+    out: Gradients,
+    grads: list[jax.Array],
+    finite: jax.Array | None,
+    scaling: LossScale,
+) -> tuple[TrainState, jax.Array]:
+    """The state after the step, and whether it was applied.
+
+    A step whose gradients are not finite, or whose loss counted nothing, changes the scaler and ``skipped`` alone.
+
+    Args:
+        tx: the wrapped optimizer.
+        state: the state before.
+        out: what the pass over the batch gave.
+        grads: its gradients, unscaled and clipped.
+        finite: bool scalar, or None where gradients are not looked at.
+        scaling: the loss scaler's settings.
+    """
+    conditions = [finite] if finite is not None else []
+    conditions += [out.weight > 0] if out.weight is not None else []
+    applied = jnp.bool_(True)
+    for condition in conditions:
+        applied = applied & condition
+    params, opt_state = _update(tx, state, grads, out.loss, applied if conditions else None)
+    scale = next_scale(state.scale, jnp.bool_(True) if finite is None else finite, scaling)
+    done = applied.astype(jnp.int32)
+    return TrainState(
+        params, opt_state, state.step + done, state.skipped + 1 - done, scale, state.rng
+    ), applied
 
 
 def _update(
-    tx: ZeroOptimizer, plan: Plan, state: TrainState, grads: list[jax.Array], loss: jax.Array
+    tx: ZeroOptimizer,
+    state: TrainState,
+    grads: list[jax.Array],
+    loss: jax.Array,
+    applied: jax.Array | None,
 ) -> tuple[Any, Any]:
-    live = iter(grads)
+    plan, live = tx.plan, iter(grads)
     tree = plan.treedef.unflatten([next(live) if leaf.trainable else None for leaf in plan.leaves])
-    return apply_gradients(tx.user_tx, plan, tree, state.opt_state, state.params, value=loss, grad=tree)
-
-
-def _keep_if(good: jax.Array, new: Any, old: Any) -> Any:
-    """The new state where the step is good, the old one, bit for bit, where it is skipped."""
-    return jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old)
+    return apply_gradients(
+        tx.user_tx, plan, tree, state.opt_state, state.params, applied=applied, value=loss, grad=tree
+    )

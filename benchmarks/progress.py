@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pathlib
 import time
@@ -19,6 +20,8 @@ Row = dict[str, Any]
 def collect(name: str, cases: Mapping[str, Callable[[], Row]], again: bool = False) -> list[Row]:
     """Runs the cases that results/NAME.json does not hold yet, writes each when it is done, returns all rows.
 
+    A row counts as held only if it was made by this very source of zeroj and benchmarks, and by this jax.
+
     Args:
         name: name of the table.
         cases: name of a row -> a function that makes it.
@@ -26,15 +29,24 @@ def collect(name: str, cases: Mapping[str, Callable[[], Row]], again: bool = Fal
     """
     path = RESULTS / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
-    kept = {} if again or not path.exists() else json.loads(path.read_text())["rows"]
+    maker = {"source": _source(), "jax": jax.__version__}
+    held = {} if again or not path.exists() else json.loads(path.read_text())["rows"]
+    kept = {case: row for case, row in held.items() if maker.items() <= row.items()}
     for case, make in cases.items():
         if case not in kept:
             begin = time.process_time()
             row = make()
-            kept[case] = row | {"cpu_seconds": round(time.process_time() - begin, 1), "jax": jax.__version__}
+            kept[case] = row | {"cpu_seconds": round(time.process_time() - begin, 1)} | maker
             path.write_text(json.dumps({"name": name, "rows": kept}, indent=1) + "\n")
             print(case, row, flush=True)
     return [{"case": case} | kept[case] for case in cases]
+
+
+def _source() -> str:
+    """A digest of the code that makes a row."""
+    root = RESULTS.parent.parent
+    files = sorted([*(root / "zeroj").rglob("*.py"), *(root / "benchmarks").glob("*.py")])
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
 def show(rows: list[Row], columns: Mapping[str, str], title: str) -> None:

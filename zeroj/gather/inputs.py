@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,8 @@ from zeroj.plan.rules import Placement
 #: Elements gathered together unless the config says otherwise (stage3_prefetch_bucket_size). About one layer of
 #: width 4096: with DeepSpeed's 5e7 a large matrix would have to hide behind a single small one.
 DEFAULT_BUCKET = 200_000_000
+#: ... and at most this part of the sharded parameters, so that a small model is not gathered all at once.
+BUCKET_SHARE = 1 / 16
 #: Elements that may be gathered at a time unless the config says otherwise (stage3_max_live_parameters).
 DEFAULT_MAX_LIVE = 1_000_000_000
 
@@ -107,7 +110,13 @@ def interpreter(plan: Plan, gather: Callable[[jax.Array, Placement], jax.Array])
     reuse = plan.zero.stage3_max_reuse_distance if "stage3_max_reuse_distance" in given else 0
     return Interpreter(
         gather,
-        DEFAULT_BUCKET if bucket is None else int(bucket),
+        _default_bucket(plan) if bucket is None else int(bucket),
         int(reuse or 0),
         DEFAULT_MAX_LIVE if live is None else int(live),
     )
+
+
+def _default_bucket(plan: Plan) -> int:
+    placements = [plan.param_placement(leaf) for leaf in plan.leaves]
+    sharded = sum(math.prod(p.shape) for p in placements if p.sharded)
+    return min(DEFAULT_BUCKET, int(sharded * BUCKET_SHARE))

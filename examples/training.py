@@ -113,10 +113,10 @@ class Run:
         console = Console()
         if not self.validation_losses:
             console.print(f"validation loss before training {self.evaluate():.4f}")
-        held = f"state {bytes_on_first_device(self.engine.state) / 2**20:.2f} MiB per device"
+        held = f"{bytes_on_first_device(self.engine.state) / 2**20:.2f} MiB/device"
         with Live(console=console, auto_refresh=False) as live:
             while self.step < steps:
-                line = f"step {self.step + 1:>4}/{steps}  {self.progress()}  {held}"
+                line = f"step {self.step + 1:>3}/{steps}  {self.progress()}  {held}"
                 if console.is_terminal:
                     live.update(line, refresh=True)
                 elif self.step % PLAIN_LINE_EVERY == 0:
@@ -132,8 +132,8 @@ class Run:
         metrics = self.train_step()
         rate = self.engine.batch_sizes.train * self.setup.context / (time.perf_counter() - started)
         return (
-            f"loss {metrics['loss']:.4f}  lr {self.engine.get_lr()[0]:.2e}  "
-            f"grad norm {metrics['grad_norm']:.3f}  {rate:,.0f} tokens/s"
+            f"loss {metrics['loss']:.3f}  lr {self.engine.get_lr()[0]:.1e}  "
+            f"norm {metrics['grad_norm']:.2f}  {rate:,.0f} tokens/s"
         )
 
 

@@ -63,10 +63,6 @@ def _report(args: argparse.Namespace) -> str:
     return json.dumps(found, indent=2) if args.json else machine_report.text(found)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     from zeroj.checkpoint.inspect import inspect
 
@@ -111,3 +107,7 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", help="the folder of checkpoints")
     parser.add_argument("--step", type=int, help="which checkpoint; left out, the latest")
     parser.add_argument("--tag", help="the tag that it was saved with")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -10,11 +10,16 @@ import math
 import pathlib
 import sys
 
+import jax
+import optax
 import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "benchmarks"))
 
 import clusters
+
+import zeroj as zj
+from zeroj.step.state import birth
 
 pytestmark = pytest.mark.slow  # four compiles of some seconds
 
@@ -81,3 +86,16 @@ def test_the_state_in_the_program_is_the_plan_s_to_the_byte(stage: int, scan: bo
 def test_the_new_state_takes_the_place_of_the_old_one() -> None:
     device = compiled(3, True).report.device
     assert device.aliased > 0.999 * device.outputs - 1024
+
+
+def test_a_leaf_of_half_a_gigabyte_is_born_in_shards() -> None:
+    """Output and temporaries of the compiled init are at most three shards of 64 MiB; nothing is ever whole."""
+    target = zj.aot.Target("h100", nodes=1, gpus_per_node=8)
+
+    def init() -> dict[str, jax.Array]:
+        return {"w": jax.random.normal(jax.random.key(0), (16384, 8192))}
+
+    plan = zj.make_plan(jax.eval_shape(init), optax.adamw(1e-3), target.mesh(), zj.Zero(stage=3))
+    needs = target.compile(birth(plan, init)).device
+    assert needs.outputs == 64 * 2**20
+    assert needs.outputs + needs.temporary <= 3 * 64 * 2**20

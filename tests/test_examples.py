@@ -158,35 +158,42 @@ def test_quickstart(tmp_path: pathlib.Path) -> None:
     assert "on one device (64, 64)" in done.stdout or "on one device (8, 512)" in done.stdout
 
 
-@pytest.mark.parametrize("stage", [*(pytest.param(s, marks=pytest.mark.slow) for s in "12"), "3"])
+@pytest.mark.parametrize("stage", [*(pytest.param(s, marks=pytest.mark.full) for s in "012"), "3"])
 def test_pjit_step(tmp_path: pathlib.Path, stage: str) -> None:
     done = run_script("pjit_step.py", "--stage", stage, "--steps", "6", cwd=tmp_path)
     assert done.returncode == 0
     assert "from the checkpoint" in done.stdout
 
 
-def test_train_gpt_trains_saves_and_resumes(tmp_path: pathlib.Path) -> None:
-    small = ["--layers", "2", "--width", "32", "--context", "32", "--eval-every", "4", "--save-every", "4"]
-    command = ["train_gpt.py", "--config", str(EXAMPLES / "ds_config.json"), "--out", "here", *small]
-    first = run_script(*command, "--steps", "8", cwd=tmp_path)
-    assert first.returncode == 0
-    assert "ZeRO stage 3" in first.stdout and "--- sample ---" in first.stdout
-    for name in ("loss.png", "memory.png"):
-        assert (tmp_path / "here" / name).read_bytes().startswith(b"\x89PNG")
-    again = run_script(*command, "--steps", "12", "--resume", cwd=tmp_path)
-    assert again.returncode == 0
-    assert "step 12: validation loss" in again.stdout
-    assert "before training" not in again.stdout and "step 4:" not in again.stdout
+SMALL = "--layers 1 --width 16 --heads 2 --context 16 --eval-every 3 --save-every 3".split()
+TRAIN = ["train_gpt.py", "--config", str(EXAMPLES / "ds_config.json"), "--out", "here", *SMALL]
 
 
-@pytest.mark.slow
-def test_the_demo_fails_when_the_loss_does_not_fall(tmp_path: pathlib.Path) -> None:
-    small = ["--layers", "1", "--width", "16", "--heads", "2", "--context", "16", "--save-every", "3"]
-    config = str(EXAMPLES / "ds_config.json")
-    done = run_script("train_gpt.py", "--config", config, "--demo", "--steps", "6", *small, cwd=tmp_path)
+def test_train_gpt_shows_all_it_promises_and_fails_when_the_loss_does_not_fall(
+    tmp_path: pathlib.Path,
+) -> None:
+    done = run_script(*TRAIN, "--demo", "--steps", "6", cwd=tmp_path)
     assert done.returncode == 1
     assert "FAILED: the validation loss fell by less than 40%" in done.stderr
     assert "resumed from step-3" in done.stdout and "does not repeat" not in done.stderr
+    assert "ZeRO stage 3" in done.stdout and "--- sample ---" in done.stdout
+    for name in ("loss.png", "memory.png"):
+        assert (tmp_path / "here" / name).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_train_gpt_goes_on_from_its_checkpoint_on_fewer_devices(tmp_path: pathlib.Path) -> None:
+    assert run_script(*TRAIN, "--steps", "3", cwd=tmp_path).returncode == 0
+    again = run_script(*TRAIN, "--steps", "6", "--resume", "--devices", "4", cwd=tmp_path)
+    assert again.returncode == 0
+    assert "N = 4" in again.stdout and "step 6: validation loss" in again.stdout
+    assert "before training" not in again.stdout and "step 3:" not in again.stdout
+
+
+def test_train_gpt_ends_with_one_line_where_there_is_nothing_to_resume(tmp_path: pathlib.Path) -> None:
+    done = run_script(*TRAIN, "--resume", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "CheckpointError: " in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("ds_config*.json")), ids=lambda path: path.stem)

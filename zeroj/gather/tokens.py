@@ -8,7 +8,8 @@ of the bucket before is about to start. Every output of a barrier must be used, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -52,12 +53,13 @@ class Gathers:
 
     def issue(self, shards: Sequence[Shard]) -> None:
         """Gathers those of ``shards`` that are not at hand."""
-        new = {_key(s): s for s in shards if _key(s) not in self._whole}
+        wanted = {_key(s): s for s in shards}
+        new = {key: shard for key, shard in wanted.items() if key not in self._whole}
         if not new:
             return
         size = sum(shard.size for shard in new.values())
         if self._total == 0 or self._in_bucket >= self.bucket:
-            self._open()
+            self._open(keep=wanted)
         self._total += size
         self._in_bucket += size
         arrays = [s.array.astype(s.dtype) for s in new.values()]
@@ -134,14 +136,18 @@ class Gathers:
         """A zero that depends on every barrier; it must reach an output of the program."""
         return self.gate + self.ready + self.made + self._reduced + self._reduced_earlier
 
-    def _open(self) -> None:
-        """Starts a bucket: its gathers wait for the first use of the bucket before."""
+    def _open(self, keep: Collection[tuple[int, str]] = ()) -> None:
+        """Starts a bucket: its gathers wait for the first use of the bucket before.
+
+        Args:
+            keep: keys of what is needed now, and so stays at hand.
+        """
         self.gate = self.gate + self.ready
         self.ready = self.gate
         self._in_bucket = 0
         self._opens = True
-        kept = {k: v for k, v in self._whole.items() if self.reuse and self._total - v[0] <= self.reuse}
-        self._whole = kept
+        farthest = self._total - self.reuse if self.reuse else math.inf
+        self._whole = {k: v for k, v in self._whole.items() if k in keep or v[0] >= farthest}
 
 
 def _key(shard: Shard) -> tuple[int, str]:

@@ -158,6 +158,20 @@ def test_quickstart(tmp_path: pathlib.Path) -> None:
     assert "on one device (64, 64)" in done.stdout or "on one device (8, 512)" in done.stdout
 
 
+def test_the_step_in_the_readme_runs_and_learns() -> None:
+    code = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    assert "zj.wrap_optimizer" in code and "zj.value_and_grad" in code
+    x = jax.random.normal(jax.random.key(1), (64, 32))
+    names = {
+        "init_fn": lambda: {"w": jnp.zeros((32, 16))},
+        "loss_fn": lambda params, batch: jnp.mean((batch @ params["w"] - batch[:, :16]) ** 2),
+        "batches": [x] * 30,
+    }
+    exec(code, names)
+    assert names["loss"] < 0.9 * names["loss_fn"](names["init_fn"](), x)
+    assert names["params"]["w"].addressable_shards[0].data.size == 32 * 16 // 8
+
+
 @pytest.mark.parametrize("stage", [*(pytest.param(s, marks=pytest.mark.full) for s in "012"), "3"])
 def test_pjit_step(tmp_path: pathlib.Path, stage: str) -> None:
     done = run_script("pjit_step.py", "--stage", stage, "--steps", "6", cwd=tmp_path)

@@ -68,7 +68,7 @@ def test_a_whole_step_over_the_global_batch_with_accumulation_and_dropout_keys()
     tx = optax.sgd(0.1)
 
     def loss_fn(p: Any, x: jax.Array, rng: jax.Array) -> jax.Array:
-        return jnp.mean((x * jax.random.bernoulli(rng, 0.5, x.shape)) @ p["a"] ** 2 @ p["b"].T)
+        return jnp.mean(jnp.square((x * jax.random.bernoulli(rng, 0.5, x.shape)) @ p["a"] @ p["b"].T))
 
     finals = []
     for stage in (0, 3):

@@ -79,7 +79,9 @@ def test_a_whole_step_over_the_global_batch_with_accumulation_and_dropout_keys()
         finals.append((float(metrics["loss"]), zj.full_params(state, plan)))
     assert finals[0][0] == pytest.approx(finals[1][0], rel=1e-6)
     for whole, sharded in zip(*(jax.tree.leaves(params) for _, params in finals), strict=True):
-        assert np.linalg.norm(whole - sharded) <= 1e-6 * np.linalg.norm(whole)  # by norm, as the contract says
+        assert np.linalg.norm(whole - sharded) <= 1e-6 * np.linalg.norm(
+            whole
+        )  # by norm, as the contract says
 
 
 def test_an_unknown_view_is_refused() -> None:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from zeroj.errors import PlanError
 from zeroj.gather import loss as losses
 from zeroj.gather.inputs import check_batch, check_params, interpreter, lazy_leaves, whole_struct
+from zeroj.gather.kept import Kept
 from zeroj.gather.loss import LossOut
 from zeroj.gather.means import accumulate, over_devices
 from zeroj.gather.views import View, make_view
@@ -137,11 +138,13 @@ def _program(
     )
     at_once = accumulation == 1 or plan.stage.accumulator or not view.axes
     reductions = [view.reduction(leaf) for leaf in live]
+    keeps = any(plan.param_placement(leaf).wire.kept for leaf in plan.leaves)
     heads = len(jax.tree.leaves(out_shape))
     wanted = [None] * heads + (reductions if at_once else [None] * len(live))
 
-    def one(micro: Any, key: jax.Array) -> tuple[LossOut, list[jax.Array], jax.Array]:
-        walker = interpreter(plan, view.gather)
+    def one(micro: Any, key: jax.Array, kept: Kept) -> tuple[LossOut, list[jax.Array], jax.Array]:
+        walker = interpreter(plan, view)
+        walker.gathers.kept = kept
         values = [*lazy_leaves(plan, leaves), *jax.tree.leaves(micro), key, scale]
         outs = walker.force(walker.run(traced, values, wanted))
         head = jax.tree.unflatten(jax.tree.structure(out_shape), outs[:heads])
@@ -150,7 +153,7 @@ def _program(
         ]
         return head, wide, walker.gathers.token()
 
-    head, grads, token = accumulate(one, batches, keys, accumulation, view.axes)
+    head, grads, token = accumulate(one, batches, keys, accumulation, view.axes, keeps)
     if not at_once:
         grads = [r(g) for r, g in zip(reductions, grads, strict=True)]
     grads = [g.astype(plan.precision.gradient(x.dtype)) for g, x in zip(grads, live, strict=True)]

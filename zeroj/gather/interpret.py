@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from zeroj import _compat
-from zeroj.gather import lazy
+from zeroj.gather import kept, lazy
 from zeroj.gather.reductions import Reduction, ReductionPlan, Reductions, place_reductions
 from zeroj.gather.tokens import Gather, Gathers
 
@@ -24,7 +24,7 @@ class Interpreter:
     """Evaluates programs on a mix of lazy and ordinary values, inside ``shard_map``.
 
     Args:
-        gather: makes a whole parameter from a stored shard and its placement.
+        gather: makes a whole parameter from a stored shard.
         bucket: elements gathered together and ahead of their use (see :class:`Gathers`).
         reuse: how many gathered elements later a whole parameter may be used again at top level.
         max_live: elements that may be gathered at a time for a region that ``jax.checkpoint`` recomputes.
@@ -134,30 +134,37 @@ def _scan(self: Interpreter, eqn: _compat.Eqn, operands: list[Any], wanted: Redu
     consts, init, whole_xs = ready[:nc], ready[nc : nc + nk], ready[nc + nk :]
     shards = [s for x, stay in zip(xs, staying, strict=True) if stay for s in lazy.shards_of(x)]
     stacks = {id(s.array): s for s in shards}
+    known = kept.stacks_in(self.gathers.kept, stacks)
     stacked_out: list[Any] = []
+    made: kept.Kept = {}
 
-    def body(carry: list[Any], sliced: tuple[list[Any], list[Any]]) -> tuple[list[Any], Any]:
-        plain_xs, shard_slices = sliced
+    def body(carry: list[Any], sliced: tuple[Any, ...]) -> tuple[list[Any], Any]:
+        plain_xs, shard_slices, near_slices = sliced
         slices = dict(zip(stacks, shard_slices, strict=True))
         args = [lazy.slice_of(x, slices) if s else p for x, s, p in zip(xs, staying, plain_xs, strict=True)]
         inner = Interpreter(self.gather, self.bucket, self.reuse, self.max_live)
         inner.gathers.free_start = True
+        inner.gathers.kept = kept.sliced(known, near_slices, slices)
+        before = dict(inner.gathers.kept)
         outs = inner.run(layout.body, [*consts, *carry, *args], wanted)
         origin = {id(piece): stacks[key] for key, piece in slices.items()}
         stacked_out[:] = [_restack(out, origin, layout.length) for out in outs[nk:]]
-        kept = [out for out, stack in zip(outs[nk:], stacked_out, strict=True) if stack is None]
-        forced = inner.force(outs[:nk] + kept)
-        return forced[:nk], (forced[nk:], inner.gathers.token())
+        real = [out for out, stack in zip(outs[nk:], stacked_out, strict=True) if stack is None]
+        forced = inner.force(outs[:nk] + real)
+        made.clear()
+        made.update(kept.stacked(inner.gathers.kept, before, origin))
+        return forced[:nk], (forced[nk:], inner.gathers.token(), [near.value for near in made.values()])
 
-    carry, (ys, tokens) = jax.lax.scan(
+    carry, (ys, tokens, nears) = jax.lax.scan(
         body,
         list(init),
-        (whole_xs, [s.array for s in stacks.values()]),
+        (whole_xs, [s.array for s in stacks.values()], [near.value for near in known.values()]),
         length=layout.length,
         reverse=layout.reverse,
         unroll=layout.unroll,
     )
     self.gathers.gate = self.gathers.gate + jnp.sum(tokens)
+    self.gathers.kept |= kept.with_values(made, nears)
     rest = iter(ys)
     return [*carry, *(next(rest) if stack is None else stack for stack in stacked_out)]
 

@@ -9,14 +9,21 @@ import jax
 import jax.numpy as jnp
 
 from zeroj.collectives.plain import total
+from zeroj.gather.kept import Kept
 from zeroj.gather.loss import LossOut, Mean
 
-#: Runs one micro-batch: (micro-batch, key) -> (loss, gradients, token).
-OneMicrobatch = Callable[[Any, jax.Array], tuple[LossOut, list[jax.Array], jax.Array]]
+#: Runs one micro-batch: (micro-batch, key, what is kept of gathers) -> (loss, gradients, token); what it keeps
+#: itself it adds.
+OneMicrobatch = Callable[[Any, jax.Array, Kept], tuple[LossOut, list[jax.Array], jax.Array]]
 
 
 def accumulate(
-    one: OneMicrobatch, batches: Any, keys: jax.Array, accumulation: int, axes: tuple[str, ...]
+    one: OneMicrobatch,
+    batches: Any,
+    keys: jax.Array,
+    accumulation: int,
+    axes: tuple[str, ...],
+    keeps: bool = False,
 ) -> tuple[LossOut, list[jax.Array], jax.Array]:
     """Runs the micro-batches one after the other and averages them.
 
@@ -29,27 +36,35 @@ def accumulate(
         keys: (accumulation,) keys.
         accumulation: the number of micro-batches.
         axes: the ZeRO axes.
+        keeps: whether a micro-batch keeps of its gathers what later ones use. Then the first one stands before
+            the loop over the others: what a loop's first iteration makes, its second cannot see.
 
     Returns:
         This device's loss (its total and count summed, or a plain mean), the averaged gradients, a token.
     """
 
-    def weighted(micro: Any, key: jax.Array) -> Any:
-        head, grads, token = one(micro, key)
+    def weighted(micro: Any, key: jax.Array, kept: Kept) -> Any:
+        head, grads, token = one(micro, key, kept)
         head = _summable(head)
         if head.weight is None or accumulation == 1:
             return head, grads, token, jnp.float32(1)
         weight = total(head.weight, axes)
         return head, [g * weight.astype(g.dtype) for g in grads], token, weight
 
-    first = jax.tree.map(lambda x: x[0], batches)
+    kept: Kept = {}
+    rest = (batches, keys)
+    first = jax.tree.map(lambda x: x[0], batches), keys[0]
+    if accumulation == 1 or keeps:
+        start = weighted(*first, kept)
+        rest = jax.tree.map(lambda x: x[1:], rest)
+    else:
+        shapes = jax.eval_shape(lambda micro, key: weighted(micro, key, {}), *first)
+        start = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     if accumulation == 1:
-        head, grads, token, _ = weighted(first, keys[0])
+        head, grads, token, _ = start
         return head, grads, token
-    shapes = jax.eval_shape(weighted, first, keys[0])
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     summed, _ = jax.lax.scan(
-        lambda carry, x: (jax.tree.map(jnp.add, carry, weighted(*x)), None), zeros, (batches, keys)
+        lambda carry, x: (jax.tree.map(jnp.add, carry, weighted(*x, dict(kept))), None), start, rest
     )
     head, grads, token, weight = summed
     mean = head.total / accumulation if head.weight is None else head.total

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zeroj.collectives import plain
+from zeroj.collectives import fetch, plain
 from zeroj.errors import PlanError
 from zeroj.gather.inputs import batch_specs
 from zeroj.gather.reductions import Reduction
@@ -35,8 +35,11 @@ class View(Protocol):
     axes: tuple[str, ...]
     degree: int
 
-    def gather(self, array: jax.Array, placement: Placement) -> jax.Array:
-        """The whole leaf, in the user's shape, from its stored shard."""
+    def near(self, array: jax.Array, placement: Placement) -> jax.Array:
+        """What later gathers of a leaf may start from, from its stored shard."""
+
+    def gather(self, near: jax.Array, placement: Placement, dtype: np.dtype) -> jax.Array:
+        """The whole leaf, in the user's shape and ``dtype``, from what ``near`` gave."""
 
     def reduction(self, leaf: ParamLeaf) -> Reduction:
         """How the gradient of a leaf is summed over devices."""
@@ -68,9 +71,13 @@ class DeviceView:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.axes, self.degree = plan, plan.zero_axes, plan.degree
 
-    def gather(self, array: jax.Array, placement: Placement) -> jax.Array:
-        """All-gathers."""
-        return plain.gather(array, placement)
+    def near(self, array: jax.Array, placement: Placement) -> jax.Array:
+        """All-gathers over the axes whose result is kept."""
+        return fetch.near(array, placement)
+
+    def gather(self, near: jax.Array, placement: Placement, dtype: np.dtype) -> jax.Array:
+        """All-gathers over the other axes."""
+        return fetch.whole(near, placement, dtype)
 
     def reduction(self, leaf: ParamLeaf) -> Reduction:
         """Reduce-scatters; a whole gradient in half precision is gathered again (see :class:`Reduction`)."""
@@ -128,10 +135,16 @@ class GlobalView:
         self.plan, self.degree = plan, 1
         self.axes: tuple[str, ...] = ()
 
-    def gather(self, array: jax.Array, placement: Placement) -> jax.Array:
+    def near(self, array: jax.Array, placement: Placement) -> jax.Array:
+        """As it is: the partitioner gathers in one."""
+        del placement
+        return array
+
+    def gather(self, near: jax.Array, placement: Placement, dtype: np.dtype) -> jax.Array:
         """Constrains to whole, the user's own model axes excepted."""
+        del dtype
         whole = NamedSharding(self.plan.mesh, placement.whole().spec)
-        return plain.unpad(jax.lax.with_sharding_constraint(array, whole), placement)
+        return plain.unpad(jax.lax.with_sharding_constraint(near, whole), placement)
 
     def reduction(self, leaf: ParamLeaf) -> Reduction:
         """Constrains to the shard."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax.sharding import PartitionSpec
+
+from zeroj.plan.wire import PLAIN, Wire
 
 #: Padding below this share of a leaf is preferred to splitting a second dim (a second collective).
 PADDING_TOLERANCE = 0.02
@@ -29,6 +31,7 @@ class Placement:
         dims: (dim, axes) for each sharded dim; empty for a leaf that every device holds whole.
         model: for each dim the axes of the user's own model parallelism on it, or None.
         note: why the leaf is whole, or what was padded; empty when there is nothing to say.
+        wire: in what form it is gathered and its gradient reduced.
     """
 
     shape: tuple[int, ...]
@@ -36,6 +39,7 @@ class Placement:
     dims: tuple[tuple[int, tuple[str, ...]], ...] = ()
     model: tuple[tuple[str, ...] | None, ...] = ()
     note: str = ""
+    wire: Wire = PLAIN
 
     @property
     def sharded(self) -> bool:
@@ -66,19 +70,24 @@ class Placement:
         """The same leaf, held whole by every device."""
         return Placement(self.shape, self.shape, (), self.model, note)
 
+    def over(self, axes: Collection[str]) -> Placement:
+        """The stored array, split over those of its axes that are among ``axes`` alone."""
+        dims = ((dim, tuple(a for a in names if a in axes)) for dim, names in self.dims)
+        return replace(self, shape=self.padded, dims=tuple((dim, names) for dim, names in dims if names))
+
     def without_dim0(self) -> Placement:
         """The placement of one slice of a stack of layers. Dim 0 must not be sharded."""
         assert all(dim > 0 for dim, _ in self.dims)
         dims = tuple((dim - 1, axes) for dim, axes in self.dims)
-        return Placement(self.shape[1:], self.padded[1:], dims, self.model[1:], self.note)
+        return replace(self, shape=self.shape[1:], padded=self.padded[1:], dims=dims, model=self.model[1:])
 
     def transposed(self, permutation: Sequence[int]) -> Placement:
         """The placement after ``jax.lax.transpose`` by ``permutation``."""
         new_dim = {old: new for new, old in enumerate(permutation)}
-        pick = [self.shape[p] for p in permutation], [self.padded[p] for p in permutation]
+        shape, padded = (tuple(sizes[p] for p in permutation) for sizes in (self.shape, self.padded))
         model = tuple(self.model[p] for p in permutation) if self.model else ()
         dims = tuple((new_dim[dim], axes) for dim, axes in self.dims)
-        return Placement(tuple(pick[0]), tuple(pick[1]), dims, model, self.note)
+        return replace(self, shape=shape, padded=padded, dims=dims, model=model)
 
 
 def place(

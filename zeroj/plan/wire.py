@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from zeroj.config.zero import Zero
 
 #: Elements that share one fp32 scale. 256: 1.6 % more bytes at int8 and 3.1 % at int4; docs/choices.md has the
 #: errors of other sizes.
@@ -35,13 +39,51 @@ class Wire:
 
     Attributes:
         weights: the format in which the leaf is gathered (qwZ), or None: in its compute dtype.
-        grads: the format in which its gradient crosses the outermost axis (qgZ), or None: reduce-scattered.
+        hops: (axis, format) for each all-to-all of its gradient, innermost axis first (qgZ). Empty: the gradient
+            is reduce-scattered in the dtype in which it arises.
         kept: the axes that are gathered over first; what that gives, a shard over the other axes alone, is
             kept for later gathers in the same step (hpZ). Empty: nothing is kept.
         note: why the leaf is not quantised though the config asks for it.
     """
 
     weights: Format | None = None
-    grads: Format | None = None
+    hops: tuple[tuple[str, Format], ...] = ()
     kept: tuple[str, ...] = ()
     note: str = ""
+
+
+#: In the compute dtype, in one launch, nothing kept.
+PLAIN = Wire()
+
+
+def wire_of(zero: Zero, shape: Sequence[int], axes: Sequence[str], degree: int, trainable: bool) -> Wire:
+    """How a sharded leaf travels under ZeRO++.
+
+    A leaf is quantised if it has two dims or more and its shard fills a block. A vector would save nothing that
+    counts, and its gradient sums over the whole batch what a matrix spreads over many elements.
+
+    Args:
+        zero: the section.
+        shape: the leaf's shape, without a dim that a scan runs over.
+        axes: the axes that split it, outermost first; none for a leaf that is whole or not of floats.
+        degree: the number of devices along them.
+        trainable: whether it has a gradient.
+    """
+    if not axes or zero.stage < 3:
+        return PLAIN
+    kept = tuple(axes[:-1]) if zero.zero_hpz_partition_size > 1 else ()
+    asked = zero.zero_quantized_weights or (zero.zero_quantized_gradients and trainable)
+    why = ""
+    if len(shape) < 2:
+        why = "a vector"
+    elif math.prod(shape) // degree < BLOCK:
+        why = f"a shard has fewer than {BLOCK} elements"
+    if why:
+        return Wire(kept=kept, note=f"not quantised: {why}" if asked else "")
+    weights = Format(8) if zero.zero_quantized_weights else None
+    hops: tuple[tuple[str, Format], ...] = ()
+    if zero.zero_quantized_gradients and trainable:
+        # Inside a node bytes are cheap: int8 there leaves one lossy hop. The outermost axis is the network.
+        inside = [(axis, Format(8)) for axis in reversed(axes[1:])]
+        hops = (*inside, (axes[0], Format(zero.zero_quantized_gradients_bits)))
+    return Wire(weights, hops, kept, "")

@@ -17,6 +17,7 @@ from zeroj.config.config import Config
 from zeroj.errors import ConfigError
 from zeroj.gather.scanned import find_scanned
 from zeroj.plan.mesh import make_mesh, zero_axes_of
+from zeroj.plan.plan import SUPPORTED as plan_features
 from zeroj.plan.plan import Plan, make_plan
 from zeroj.plan.precision import make_precision
 from zeroj.step.batch import cast_floats, shard_batch
@@ -24,7 +25,7 @@ from zeroj.step.state import TrainState, init_state
 from zeroj.step.train_step import make_eval_step, make_train_step
 
 #: What ``Config.needs()`` may name that the engine can do.
-SUPPORTED = frozenset({"fp16", "fp16:auto_cast", "communication_data_type", "grad_accum_dtype"})
+SUPPORTED = plan_features | {"fp16", "fp16:auto_cast", "communication_data_type", "grad_accum_dtype"}
 
 
 class Engine:

@@ -21,7 +21,7 @@ def parse_groups(text: str, num_devices: int) -> np.ndarray:
     Args:
       text: what follows ``replica_groups=``. Read are lists ``{{0,1},{2,3}}``, iota ``[2,4]<=[8]``, iota
         with a transpose ``[4,2]<=[2,4]T(1,0)``, mesh axes ``mesh['node'=2,'local'=4] {'local'}``, with
-        sub-axes ``'local':(1)2`` and device ids, listed or as ``[8,8]T(1,0)``, too, and ``{}``, which means one group of all.
+        sub-axes ``'local':(1)2`` and device ids (a list or ``[8,8]T(1,0)``) too, and ``{}``, one group of all.
       num_devices: devices of the program.
 
     Returns:

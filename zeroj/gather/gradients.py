@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from zeroj.collectives.plain import total
 from zeroj.errors import PlanError
 from zeroj.gather import loss as losses
 from zeroj.gather.inputs import check_batch, check_params, interpreter, lazy_leaves, whole_struct
@@ -137,7 +138,9 @@ def _program(
         has_aux=has_aux,
     )
     at_once = accumulation == 1 or plan.stage.accumulator or not view.axes
-    reductions = [view.reduction(leaf) for leaf in live]
+    # Groups that hold the same state add their gradients once, after the last micro-batch.
+    later = plan.replica_axes if at_once and accumulation > 1 and view.axes else ()
+    reductions = [view.reduction(leaf, later) for leaf in live]
     keeps = any(plan.param_placement(leaf).wire.kept for leaf in plan.leaves)
     heads = len(jax.tree.leaves(out_shape))
     wanted = [None] * heads + (reductions if at_once else [None] * len(live))
@@ -156,6 +159,7 @@ def _program(
     head, grads, token = accumulate(one, batches, keys, accumulation, view.axes, keeps)
     if not at_once:
         grads = [r(g) for r, g in zip(reductions, grads, strict=True)]
+    grads = [total(g, later) for g in grads]
     grads = [g.astype(plan.precision.gradient(x.dtype)) for g, x in zip(grads, live, strict=True)]
     loss, weight, aux = over_devices(head, view.axes, view.degree)
     return (loss, weight, aux, token), grads

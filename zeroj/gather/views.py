@@ -22,6 +22,7 @@ from zeroj.gather.inputs import batch_specs
 from zeroj.gather.reductions import Reduction
 from zeroj.plan.plan import ParamLeaf, Plan
 from zeroj.plan.rules import Placement
+from zeroj.plan.wire import PLAIN
 
 
 class View(Protocol):
@@ -41,8 +42,8 @@ class View(Protocol):
     def gather(self, near: jax.Array, placement: Placement, dtype: np.dtype) -> jax.Array:
         """The whole leaf, in the user's shape and ``dtype``, from what ``near`` gave."""
 
-    def reduction(self, leaf: ParamLeaf) -> Reduction:
-        """How the gradient of a leaf is summed over devices."""
+    def reduction(self, leaf: ParamLeaf, later: tuple[str, ...] = ()) -> Reduction:
+        """How the gradient of a leaf is summed over devices; over the axes in ``later`` the caller sums it."""
 
     def split(self, batch: Any, accumulation: int) -> Any:
         """The batch as (accumulation, micro-batch, ...); scalars are repeated."""
@@ -62,6 +63,12 @@ def make_view(plan: Plan, loss_over: str) -> View:
     """
     if loss_over not in ("device", "global"):
         raise PlanError(f"loss_over must be 'device' or 'global', not {loss_over!r}.")
+    if loss_over == "global" and any(leaf.placement.wire != PLAIN for leaf in plan.leaves):
+        raise PlanError(
+            "ZeRO++ (zero_hpz_partition_size, zero_quantized_weights, zero_quantized_gradients) decides what each "
+            'device sends, and under loss_over="global" XLA\'s partitioner does. Use loss_over="device", with '
+            "jax.lax.pmean over plan.zero_axes for values across devices, or leave ZeRO++ out."
+        )
     return DeviceView(plan) if loss_over == "device" else GlobalView(plan)
 
 
@@ -79,12 +86,13 @@ class DeviceView:
         """All-gathers over the other axes."""
         return fetch.whole(near, placement, dtype)
 
-    def reduction(self, leaf: ParamLeaf) -> Reduction:
+    def reduction(self, leaf: ParamLeaf, later: tuple[str, ...] = ()) -> Reduction:
         """Reduce-scatters; a whole gradient in half precision is gathered again (see :class:`Reduction`)."""
         plan = self.plan
         again = plan.precision.half and not plan.stage.grads
         placement = leaf.placement if again else plan.grad_placement(leaf)
-        return Reduction(placement, _wire_dtype(plan, leaf), plan.zero_axes, whole=again)
+        now = tuple(axis for axis in plan.zero_axes if axis not in later)
+        return Reduction(placement, _wire_dtype(plan, leaf), now, whole=again)
 
     def split(self, batch: Any, accumulation: int) -> Any:
         """Splits the slice of this device."""
@@ -146,8 +154,9 @@ class GlobalView:
         whole = NamedSharding(self.plan.mesh, placement.whole().spec)
         return plain.unpad(jax.lax.with_sharding_constraint(near, whole), placement)
 
-    def reduction(self, leaf: ParamLeaf) -> Reduction:
+    def reduction(self, leaf: ParamLeaf, later: tuple[str, ...] = ()) -> Reduction:
         """Constrains to the shard."""
+        assert not later
         plan = self.plan
         placement = plan.grad_placement(leaf)
         return Constraint(placement, _wire_dtype(plan, leaf), plan.zero_axes, mesh=plan.mesh)

@@ -110,6 +110,12 @@ class Plan:
         return math.prod(self.mesh.shape[a] for a in self.zero_axes)
 
     @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """The ZeRO axes that split the batch and no leaf: along them groups hold the same state (MiCS)."""
+        split = sharding_axes(self.mesh, self.zero_axes, self.zero)
+        return tuple(axis for axis in self.zero_axes if axis not in split)
+
+    @property
     def has_master(self) -> bool:
         """Whether the optimizer's state holds an fp32 master (at stage 3 the params themselves are it)."""
         return self.precision.half and not self.stage.params

@@ -78,8 +78,8 @@ def test_a_quantised_reduction_is_within_the_bound_of_its_hops(case: Any, bits: 
 def test_magnitudes_far_apart_zeros_and_an_overflow(bits: int) -> None:
     """1e-6, 1e3 and one outlier of 1e4 in a block; a block of zeros; an infinity on one device alone."""
     sizes = (2, 4)
-    placement = placed((8, 256), sizes, bits)
-    each = np.zeros((8, 8, 256), np.float32)
+    placement = placed((136, 256), sizes, bits)
+    each = np.zeros((8, 136, 256), np.float32)
     each[:, 0, :100], each[:, 0, 100:200], each[3, 0, 7] = 1e-6, 1e3, 1e4
     each[5, 6, 9] = np.inf
 
@@ -90,7 +90,7 @@ def test_magnitudes_far_apart_zeros_and_an_overflow(bits: int) -> None:
     wanted = each.sum(0)
     bound = 3 * 8 * 1e4 / (2 * Format(bits).largest)
     assert np.abs(found[0] - wanted[0]).max() <= bound
-    assert (found[[1, 2, 3, 4, 5, 7]] == 0).all()
+    assert (found[[1, 2, 3, 4, 5, *range(7, 136)]] == 0).all()
     assert not np.isfinite(found[6]).all() and not np.isfinite(found[6, 9])
 
 

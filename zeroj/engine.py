@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
@@ -16,6 +17,7 @@ from zeroj.config.batch import BatchSizes
 from zeroj.config.config import Config
 from zeroj.errors import ConfigError
 from zeroj.gather.scanned import find_scanned
+from zeroj.monitor.run import RunMonitor
 from zeroj.plan.mesh import make_mesh, zero_axes_of
 from zeroj.plan.plan import Plan, make_plan
 from zeroj.plan.precision import make_precision
@@ -24,7 +26,22 @@ from zeroj.step.state import TrainState, init_state
 from zeroj.step.train_step import make_eval_step, make_train_step
 
 #: What ``Config.needs()`` may name that the engine can do.
-SUPPORTED = frozenset({"fp16", "fp16:auto_cast", "communication_data_type", "grad_accum_dtype"})
+SUPPORTED = frozenset(
+    {
+        "fp16",
+        "fp16:auto_cast",
+        "communication_data_type",
+        "grad_accum_dtype",
+        "tensorboard",
+        "wandb",
+        "csv_monitor",
+        "flops_profiler",
+        "comms_logger",
+        "wall_clock_breakdown",
+        "memory_breakdown",
+        "dump_state",
+    }
+)
 
 
 class Engine:
@@ -37,6 +54,8 @@ class Engine:
         batch_sizes: global batch, micro-batch per device and accumulation steps.
         tx: the optax optimizer in use.
         global_steps: updates attempted so far, skipped ones included, as DeepSpeed counts them.
+        global_samples: examples in them.
+        monitor: what is watched; see :class:`zeroj.monitor.run.RunMonitor`.
     """
 
     def __init__(
@@ -50,7 +69,7 @@ class Engine:
     ) -> None:
         self.config, self.plan, self.tx, self.state = config, plan, tx, state
         self.batch_sizes = batch_sizes
-        self.global_steps = 0
+        self.global_steps = self.global_samples = 0
         self.loss_fn = loss_fn
         self._configured = bool(config.resolved()["optimizer"])
         self._schedule = config.make_schedule() if self._configured else None
@@ -66,6 +85,7 @@ class Engine:
             skip_nonfinite=config.check_grad_overflow,
         )
         self._eval = make_eval_step(loss_fn, plan)
+        self.monitor = RunMonitor(config, plan)
 
     def train_batch(self, batch: Any) -> dict[str, Any]:
         """One update on a global batch.
@@ -83,14 +103,17 @@ class Engine:
         """
         for checkpoints in self._checkpointers.values():
             checkpoints.check()  # a save in the background that failed stops the run here
-        self.state, self._metrics = self._step(self.state, self._prepare(batch, self.batch_sizes.train))
+        monitor = self.monitor
+        monitor.batch_arrived()
+        with monitor.phase("transfer") as made:
+            placed = made(self._prepare(batch, self.batch_sizes.train))
+        monitor.before_step(self._step, self.state, placed)
+        with monitor.phase("step") as made:
+            self.state, self._metrics = made(self._step(self.state, placed))
         self.global_steps += 1
-        every = self.config.steps_per_print
-        if every and self.global_steps % every == 0 and jax.process_index() == 0:
-            shown = {
-                k: float(v) for k, v in self._metrics.items() if k in ("loss", "grad_norm", "loss_scale")
-            }
-            print(f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, {shown}")
+        self.global_samples += self.batch_sizes.train
+        shown = self._metrics | {"lr": self._learning_rate()} if monitor.reads else self._metrics
+        monitor.after_step(self.global_steps, self.global_samples, shown)
         return self._metrics
 
     def eval_batch(self, batch: Any) -> dict[str, Any]:
@@ -112,18 +135,23 @@ class Engine:
         Raises:
             ConfigError: the optimizer is the user's own, and its state holds no ``learning_rate``.
         """
-        if self._schedule is not None:
-            return [float(self._schedule(self.state.step))]
-        found = optax.tree_utils.tree_get(self.state.opt_state.inner, "learning_rate", default=None)
-        if found is None and self._configured:
-            section = self.config.resolved()["optimizer"] or {}
-            found = section.get("params", {}).get("lr")
+        found = self._learning_rate()
         if found is None:
             raise ConfigError(
                 "get_lr: the optimizer is your own and its state has no 'learning_rate'. "
                 "Make it with optax.inject_hyperparams, or configure 'optimizer' or 'scheduler'."
             )
         return [float(found)]
+
+    def _learning_rate(self) -> Any:
+        """The learning rate of the next update, on the device or off it; None where it cannot be known."""
+        if self._schedule is not None:
+            return self._schedule(self.state.step)
+        found = optax.tree_utils.tree_get(self.state.opt_state.inner, "learning_rate", default=None)
+        if found is None and self._configured:
+            section = self.config.resolved()["optimizer"] or {}
+            found = section.get("params", {}).get("lr")
+        return jnp.copy(found) if isinstance(found, jax.Array) else found  # the next step takes the state
 
     def get_global_grad_norm(self) -> float | None:
         """The global gradient norm of the last update, before clipping; None before the first."""
@@ -157,7 +185,11 @@ class Engine:
             CheckpointError: an earlier save failed, or not every process called this.
         """
         tag = f"global_step{self.global_steps}" if tag is None else tag
-        extra = {"global_steps": self.global_steps, "client_state": dict(client_state or {})}
+        extra = {
+            "global_steps": self.global_steps,
+            "global_samples": self.global_samples,
+            "client_state": dict(client_state or {}),
+        }
         self._checkpoints(directory).save(
             self.state, self.plan, extra, step=self.global_steps, tag=tag, wait=wait
         )
@@ -190,14 +222,16 @@ class Engine:
         )
         if not load_module_only:
             self.global_steps = int(extra.get("global_steps", int(self.state.step) + int(self.state.skipped)))
+            self.global_samples = int(extra.get("global_samples", self.global_steps * self.batch_sizes.train))
         return str(checkpoints.directory), dict(extra.get("client_state", {}))
 
     def close(self) -> None:
-        """Waits for saves in the background.
+        """Waits for saves in the background, and writes out what the monitors hold.
 
         Raises:
             CheckpointError: a save failed.
         """
+        self.monitor.close()
         for checkpoints in self._checkpointers.values():
             checkpoints.close()
         self._checkpointers.clear()

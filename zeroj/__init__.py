@@ -29,6 +29,7 @@ from zeroj.plan.plan import Plan as Plan
 from zeroj.plan.plan import make_plan as make_plan
 from zeroj.plan.precision import Precision as Precision
 from zeroj.step.batch import shard_batch as shard_batch
+from zeroj.step.overflow import OverflowWatch as OverflowWatch
 from zeroj.step.state import TrainState as TrainState
 from zeroj.step.state import abstract_state as abstract_state
 from zeroj.step.state import full_params as full_params

@@ -22,6 +22,7 @@ from zeroj.plan.mesh import make_mesh, zero_axes_of
 from zeroj.plan.plan import Plan, make_plan
 from zeroj.plan.precision import make_precision
 from zeroj.step.batch import cast_floats, shard_batch
+from zeroj.step.overflow import OverflowWatch
 from zeroj.step.state import TrainState, init_state
 from zeroj.step.train_step import make_eval_step, make_train_step
 
@@ -32,6 +33,8 @@ SUPPORTED = frozenset(
         "fp16:auto_cast",
         "communication_data_type",
         "grad_accum_dtype",
+        "gradient_allreduce_op:sum",
+        "low_precision_master",
         "tensorboard",
         "wandb",
         "csv_monitor",
@@ -83,9 +86,11 @@ class Engine:
             clip_norm=config.gradient_clipping,
             loss_scale=config.loss_scale,
             skip_nonfinite=config.check_grad_overflow,
+            reduce_op=config.gradient_allreduce_op,
         )
         self._eval = make_eval_step(loss_fn, plan)
         self.monitor = RunMonitor(config, plan)
+        self._overflow = OverflowWatch(plan)
 
     def train_batch(self, batch: Any) -> dict[str, Any]:
         """One update on a global batch.
@@ -100,6 +105,7 @@ class Engine:
         Raises:
             PlanError: the batch is not of ``train_batch_size``.
             CheckpointError: a save in the background has failed.
+            ZerojError: in fp16, the step before overflowed with the loss scale at its floor; names the leaves.
         """
         for checkpoints in self._checkpointers.values():
             checkpoints.check()  # a save in the background that failed stops the run here
@@ -110,6 +116,7 @@ class Engine:
         monitor.before_step(self._step, self.state, placed)
         with monitor.phase("step") as made:
             self.state, self._metrics = made(self._step(self.state, placed))
+        self._overflow.see(self._metrics)
         self.global_steps += 1
         self.global_samples += self.batch_sizes.train
         shown = self._metrics | {"lr": self._learning_rate()} if monitor.reads else self._metrics
@@ -232,6 +239,7 @@ class Engine:
             CheckpointError: a save failed.
         """
         self.monitor.close()
+        self._overflow.see(None)
         for checkpoints in self._checkpointers.values():
             checkpoints.close()
         self._checkpointers.clear()
@@ -302,7 +310,12 @@ def initialize(
             "No optimizer: give tx=, or the section 'optimizer' in the config, for example "
             '{"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}.'
         )
-    precision = make_precision(config.precision, config.communication_dtype, config.grad_accum_dtype)
+    precision = make_precision(
+        config.precision,
+        config.communication_dtype,
+        config.grad_accum_dtype,
+        low_master=config.master_dtype != "fp32",
+    )
     shapes = jax.eval_shape(params) if callable(params) else params
     if scanned is None and example_batch is not None:
         scanned = find_scanned(loss_fn, shapes, example_batch)

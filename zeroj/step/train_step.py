@@ -71,15 +71,7 @@ def make_train_step(
         >>> step = zj.make_train_step(loss_fn, tx, plan, accumulation_steps=4, clip_norm=1.0)
         >>> state, metrics = step(state, batch)
     """
-    if not callable(loss_fn):
-        raise PlanError(f"loss_fn must be a function, not {type(loss_fn).__name__}.")
-    if accumulation_steps < 1 or (clip_norm is not None and clip_norm <= 0):
-        raise PlanError(
-            f"accumulation_steps must be at least 1 and clip_norm positive or None; "
-            f"they are {accumulation_steps} and {clip_norm}."
-        )
-    if reduce_op not in ("mean", "sum"):
-        raise PlanError(f"reduce_op must be 'mean' or 'sum', not {reduce_op!r}.")
+    _check_arguments(loss_fn, accumulation_steps, clip_norm, reduce_op)
     times = plan.degree if reduce_op == "sum" else 1
     view = make_view(plan, loss_over)
     wrapped = wrap_optimizer(tx, plan)
@@ -121,6 +113,18 @@ def make_train_step(
     return jax.jit(
         traced_on(plan.mesh, step), donate_argnums=(0,) if donate else (), compiler_options=options
     )
+
+
+def _check_arguments(loss_fn: Any, accumulation_steps: int, clip_norm: float | None, reduce_op: str) -> None:
+    if not callable(loss_fn):
+        raise PlanError(f"loss_fn must be a function, not {type(loss_fn).__name__}.")
+    if accumulation_steps < 1 or (clip_norm is not None and clip_norm <= 0):
+        raise PlanError(
+            f"accumulation_steps must be at least 1 and clip_norm positive or None; "
+            f"they are {accumulation_steps} and {clip_norm}."
+        )
+    if reduce_op not in ("mean", "sum"):
+        raise PlanError(f"reduce_op must be 'mean' or 'sum', not {reduce_op!r}.")
 
 
 def make_eval_step(

@@ -186,7 +186,12 @@ class Engine:
         """
         checkpoints = self._checkpoints(directory)
         self.state, extra = checkpoints.restore(
-            self.plan, tx=self.tx, tag=tag, weights_only=load_module_only, loss_scale=self.config.loss_scale
+            self.plan,
+            tx=self.tx,
+            tag=tag,
+            weights_only=load_module_only,
+            loss_scale=self.config.loss_scale,
+            model_state=self.state.model_state,
         )
         if not load_module_only:
             self.global_steps = int(extra.get("global_steps", int(self.state.step) + int(self.state.skipped)))
@@ -225,6 +230,7 @@ def initialize(
     scanned: Any = None,
     example_batch: Any = None,
     rng: jax.Array | int = 0,
+    model_state: Any = (),
     **arguments: Any,
 ) -> Engine:
     """Builds an engine from a loss, params and a ds_config.json.
@@ -240,6 +246,7 @@ def initialize(
         example_batch: a batch of any size, or ShapeDtypeStructs of one: the loss is traced on it, and the stacks
             are found, so that ``scanned`` can be left out.
         rng: a key or seed for the steps' randomness.
+        model_state: what the model carries beside its params; see :func:`zeroj.init_state`.
         **arguments: what "auto" in the config resolves to; see :meth:`zeroj.Config.load`.
 
     Returns:
@@ -271,9 +278,10 @@ def initialize(
     precision = make_precision(config.precision, config.communication_dtype, config.grad_accum_dtype)
     shapes = jax.eval_shape(params) if callable(params) else params
     if scanned is None and example_batch is not None:
-        scanned = find_scanned(loss_fn, shapes, example_batch)
+        carried = jax.eval_shape(model_state) if callable(model_state) else model_state
+        scanned = find_scanned(loss_fn, shapes, example_batch, carried)
     plan = make_plan(shapes, tx, mesh, config.zero, precision=precision, trainable=trainable, scanned=scanned)
-    state = init_state(params, tx, plan, rng=rng, loss_scale=config.loss_scale)
+    state = init_state(params, tx, plan, rng=rng, loss_scale=config.loss_scale, model_state=model_state)
     return Engine(loss_fn, config, plan, tx, state, sizes)
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from hypothesis import strategies as st
 
 import zeroj as zj
@@ -58,7 +58,10 @@ def check(steps: Any, zero: Any, mesh: Any, view: str, width: int, frozen: str, 
         trainable=trains,
         scanned=zj.find_scanned(loss_fn, params, batch) if scanned else (),
     )
-    want_loss, want = oracle(loss_fn, params, batch, degree if view == "device" else 1)
+    try:
+        want_loss, want = oracle(loss_fn, params, batch, degree if view == "device" else 1)
+    except NotImplementedError:  # plain JAX cannot differentiate it: forward mode through a custom_vjp
+        reject()
     step = jax.jit(zj.value_and_grad(loss_fn, plan, loss_over=view))
     loss, grads = step(zj.shard_params(plan, params), batch)
 

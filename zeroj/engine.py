@@ -169,7 +169,9 @@ class Engine(Saves):
         if self._gradients is None:
             self._gradients = jax.jit(value_and_grad(self.loss_fn, self.plan))
         rng = jax.random.fold_in(self.state.rng, self.state.scale.iteration)
-        return self._gradients(self.state.params, self._prepare(batch, None), rng)
+        carried = self.state.model_state
+        value, grads = self._gradients(self.state.params, self._prepare(batch, None), rng, carried)
+        return (value[0] if isinstance(value, tuple) else value), grads
 
     def close(self) -> None:
         """Waits for saves in the background, writes out what the monitors hold, and looks at the last step.
@@ -217,6 +219,7 @@ def initialize(
     example_batch: Any = None,
     rng: jax.Array | int = 0,
     keep: int | None = None,
+    model_state: Any = (),
     **arguments: Any,
 ) -> Engine:
     """Builds an engine from a loss, params and a ds_config.json.
@@ -233,6 +236,7 @@ def initialize(
             are found, so that ``scanned`` can be left out.
         rng: a key or seed for the steps' randomness.
         keep: how many of the last checkpoints each folder keeps; left out, all.
+        model_state: what the model carries beside its params; see :func:`zeroj.init_state`.
         **arguments: what "auto" in the config resolves to; see :meth:`zeroj.Config.load`.
 
     Returns:
@@ -269,9 +273,10 @@ def initialize(
     )
     shapes = jax.eval_shape(params) if callable(params) else params
     if scanned is None and example_batch is not None:
-        scanned = find_scanned(loss_fn, shapes, example_batch)
+        carried = jax.eval_shape(model_state) if callable(model_state) else model_state
+        scanned = find_scanned(loss_fn, shapes, example_batch, carried)
     plan = make_plan(shapes, tx, mesh, config.zero, precision=precision, trainable=trainable, scanned=scanned)
-    state = init_state(params, tx, plan, rng=rng, loss_scale=config.loss_scale)
+    state = init_state(params, tx, plan, rng=rng, loss_scale=config.loss_scale, model_state=model_state)
     engine = Engine(loss_fn, config, plan, tx, state, sizes)
     engine.keep = keep
     return engine

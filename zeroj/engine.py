@@ -47,32 +47,28 @@ class Engine:
         tx: optax.GradientTransformation,
         state: TrainState,
         batch_sizes: BatchSizes,
+        schedule: optax.Schedule | None = None,
     ) -> None:
         self.config, self.plan, self.tx, self.state = config, plan, tx, state
         self.batch_sizes = batch_sizes
         self.global_steps = 0
         self.loss_fn = loss_fn
         self._configured = bool(config.resolved()["optimizer"])
-        self._schedule = config.make_schedule() if self._configured else None
+        self._schedule = schedule or (config.make_schedule() if self._configured else None)
         self._metrics: dict[str, Any] = {}
         self._checkpointers: dict[str, Checkpointer] = {}
-        self._step = make_train_step(
-            loss_fn,
-            tx,
-            plan,
-            accumulation_steps=batch_sizes.accumulation,
-            clip_norm=config.gradient_clipping,
-            loss_scale=config.loss_scale,
-            skip_nonfinite=config.check_grad_overflow,
-        )
+        self._steps: dict[int, Callable[..., Any]] = {}
+        self._step = self._step_of(batch_sizes.accumulation)
         self._eval = make_eval_step(loss_fn, plan)
 
-    def train_batch(self, batch: Any) -> dict[str, Any]:
+    def train_batch(self, batch: Any, *, accumulation_steps: int | None = None) -> dict[str, Any]:
         """One update on a global batch.
 
         Args:
             batch: leaves of shape (train_batch_size, ...), numpy or jax arrays; with several processes each
                 passes the whole global batch and takes its own slice.
+            accumulation_steps: micro-batches of this update alone, of any size that the devices divide: for
+                what is left at the end of the data. Left out, the config's.
 
         Returns:
             The step's metrics (see :func:`zeroj.make_train_step`), as scalars still on the device.
@@ -83,7 +79,9 @@ class Engine:
         """
         for checkpoints in self._checkpointers.values():
             checkpoints.check()  # a save in the background that failed stops the run here
-        self.state, self._metrics = self._step(self.state, self._prepare(batch, self.batch_sizes.train))
+        size = self.batch_sizes.train if accumulation_steps is None else None
+        step = self._step if accumulation_steps is None else self._step_of(accumulation_steps)
+        self.state, self._metrics = step(self.state, self._prepare(batch, size))
         self.global_steps += 1
         every = self.config.steps_per_print
         if every and self.global_steps % every == 0 and jax.process_index() == 0:
@@ -202,6 +200,20 @@ class Engine:
             checkpoints.close()
         self._checkpointers.clear()
 
+    def _step_of(self, accumulation: int) -> Callable[..., Any]:
+        """The step for a number of micro-batches, built once."""
+        if accumulation not in self._steps:
+            self._steps[accumulation] = make_train_step(
+                self.loss_fn,
+                self.tx,
+                self.plan,
+                accumulation_steps=accumulation,
+                clip_norm=self.config.gradient_clipping,
+                loss_scale=self.config.loss_scale,
+                skip_nonfinite=self.config.check_grad_overflow,
+            )
+        return self._steps[accumulation]
+
     def _checkpoints(self, directory: str | os.PathLike[str]) -> Checkpointer:
         folder = os.path.abspath(directory)
         if folder not in self._checkpointers:
@@ -225,6 +237,7 @@ def initialize(
     scanned: Any = None,
     example_batch: Any = None,
     rng: jax.Array | int = 0,
+    schedule: optax.Schedule | None = None,
     **arguments: Any,
 ) -> Engine:
     """Builds an engine from a loss, params and a ds_config.json.
@@ -240,6 +253,7 @@ def initialize(
         example_batch: a batch of any size, or ShapeDtypeStructs of one: the loss is traced on it, and the stacks
             are found, so that ``scanned`` can be left out.
         rng: a key or seed for the steps' randomness.
+        schedule: the learning rate by update, for a config with an optimizer and without a scheduler.
         **arguments: what "auto" in the config resolves to; see :meth:`zeroj.Config.load`.
 
     Returns:
@@ -262,7 +276,7 @@ def initialize(
     for axis in axes:
         world *= mesh.shape[axis]
     sizes = config.batch.resolve(world, counted)
-    tx = _optimizer(config, tx)
+    tx = _optimizer(config, tx, schedule)
     if tx is None:
         raise ConfigError(
             "No optimizer: give tx=, or the section 'optimizer' in the config, for example "
@@ -274,14 +288,18 @@ def initialize(
         scanned = find_scanned(loss_fn, shapes, example_batch)
     plan = make_plan(shapes, tx, mesh, config.zero, precision=precision, trainable=trainable, scanned=scanned)
     state = init_state(params, tx, plan, rng=rng, loss_scale=config.loss_scale)
-    return Engine(loss_fn, config, plan, tx, state, sizes)
+    return Engine(loss_fn, config, plan, tx, state, sizes, schedule)
 
 
 def _optimizer(
-    config: Config, tx: optax.GradientTransformation | None
+    config: Config, tx: optax.GradientTransformation | None, schedule: optax.Schedule | None = None
 ) -> optax.GradientTransformation | None:
-    """The config's optimizer or the user's own; never both."""
-    configured = config.make_optimizer()
+    """The config's optimizer or the user's own; never both, and never two schedules."""
+    if schedule is not None and config.make_schedule() is not None:
+        raise ConfigError(
+            "Two schedules: the config has the section 'scheduler', and schedule= was given. Leave one of them out."
+        )
+    configured = config.make_optimizer(schedule)
     if tx is not None and configured is not None:
         raise ConfigError(
             "Two optimizers: the config has the section 'optimizer', and tx= was given. Leave one of them out."

@@ -167,15 +167,19 @@ def _update(trainer: Any, progress: Progress, batch: GlobalBatch, updates: int |
             stacklevel=5,
         )
     usual = batch.accumulation == trainer.train_shape.accumulation and not batch.weighted
+    started = time.perf_counter()
     with trainer.times.of("compile" if new else "step"):
         steps = None if usual else batch.accumulation
         progress.last = trainer.engine.train_batch(batch.arrays, accumulation_steps=steps)
         progress.pending.append(progress.last["loss"])
         if new or len(progress.pending) >= IN_FLIGHT:
             jax.block_until_ready(progress.pending[-1 if new else -IN_FLIGHT])
+    if new:  # speeds are those of a step that is compiled
+        progress.clock += time.perf_counter() - started
+    else:
+        progress.tokens += batch.tokens
     state.global_step += 1
     progress.in_epoch += 1
-    progress.tokens += batch.tokens
     state.num_input_tokens_seen += batch.tokens
     state.epoch = progress.epoch + (progress.in_epoch / updates if updates else 0.0)
     trainer._call("on_step_end")

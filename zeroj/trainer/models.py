@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen, nnx
 
 from zeroj.errors import PlanError
@@ -112,14 +113,13 @@ def _check_rest(rest: Any) -> None:
 
 
 def _seeded(rest: Any, rng: Any) -> Any:
-    """The model's random streams, each with a key of its own folded from this step's."""
-    if rng is None:
-        return rest
+    """The model's random streams, each at its start, with a key of its own folded from this step's."""
     pairs = []
     for index, (path, variable) in enumerate(nnx.to_flat_state(rest)):
         if isinstance(variable, nnx.RngKey):
-            variable = variable.replace(jax.random.fold_in(rng, index))
-        pairs.append((path, variable))
+            pairs.append((path, variable.replace(jax.random.fold_in(rng, index))))
+        else:
+            pairs.append((path, variable.replace(jnp.uint32(0))))
     return nnx.from_flat_state(pairs)
 
 

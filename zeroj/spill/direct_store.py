@@ -9,6 +9,7 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -100,6 +101,12 @@ class DirectStore:
     def path(self, name: str) -> str:
         """The file of a piece."""
         return self._files[name].path
+
+    def tuned(self, **options: Any) -> DirectStore:
+        """Another store of the same files with other options; only one of the two may be at work."""
+        other = DirectStore(self.folder, **options)
+        other._files = self._files
+        return other
 
     def close(self) -> None:
         """Waits, and ends the threads; see :class:`Store`."""

@@ -12,15 +12,16 @@ from zeroj.collectives.plain import total
 from zeroj.gather.kept import Kept
 from zeroj.gather.loss import LossOut, Mean
 
-#: Runs one micro-batch: (micro-batch, key, what is kept of gathers) -> (loss, gradients, token); what it keeps
-#: itself it adds.
-OneMicrobatch = Callable[[Any, jax.Array, Kept], tuple[LossOut, list[jax.Array], jax.Array]]
+#: Runs one micro-batch: (micro-batch, key, model state, what is kept of gathers) -> (loss, gradients, token); what
+#: it keeps itself it adds.
+OneMicrobatch = Callable[[Any, jax.Array, Any, Kept], tuple[LossOut, list[jax.Array], jax.Array]]
 
 
 def accumulate(
     one: OneMicrobatch,
     batches: Any,
     keys: jax.Array,
+    state: Any,
     accumulation: int,
     axes: tuple[str, ...],
     keeps: bool = False,
@@ -34,6 +35,7 @@ def accumulate(
         one: runs one micro-batch.
         batches: leaves of shape (accumulation, micro-batch, ...).
         keys: (accumulation,) keys.
+        state: what the model carries; each micro-batch gets what the one before it returned.
         accumulation: the number of micro-batches.
         axes: the ZeRO axes.
         keeps: whether a micro-batch keeps of its gathers what later ones use. Then the first one stands before
@@ -43,33 +45,37 @@ def accumulate(
         This device's loss (its total and count summed, or a plain mean), the averaged gradients, a token.
     """
 
-    def weighted(micro: Any, key: jax.Array, kept: Kept) -> Any:
-        head, grads, token = one(micro, key, kept)
-        head = _summable(head)
+    def weighted(micro: Any, key: jax.Array, state: Any, kept: Kept) -> Any:
+        head, grads, token = one(micro, key, state, kept)
+        head, state = _summable(head)._replace(model_state=()), head.model_state
         if head.weight is None or accumulation == 1:
-            return head, grads, token, jnp.float32(1)
+            return (head, grads, token, jnp.float32(1)), state
         weight = total(head.weight, axes)
-        return head, [g * weight.astype(g.dtype) for g in grads], token, weight
+        return (head, [g * weight.astype(g.dtype) for g in grads], token, weight), state
 
     kept: Kept = {}
     rest = (batches, keys)
     first = jax.tree.map(lambda x: x[0], batches), keys[0]
     if accumulation == 1 or keeps:
-        start = weighted(*first, kept)
+        start, state = weighted(*first, state, kept)
         rest = jax.tree.map(lambda x: x[1:], rest)
     else:
-        shapes = jax.eval_shape(lambda micro, key: weighted(micro, key, {}), *first)
+        shapes, _ = jax.eval_shape(lambda micro, key, state: weighted(micro, key, state, {}), *first, state)
         start = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     if accumulation == 1:
         head, grads, token, _ = start
-        return head, grads, token
-    summed, _ = jax.lax.scan(
-        lambda carry, x: (jax.tree.map(jnp.add, carry, weighted(*x, dict(kept))), None), start, rest
-    )
+        return head._replace(model_state=state), grads, token
+
+    def add(carry: tuple[Any, Any], x: tuple[Any, jax.Array]) -> tuple[tuple[Any, Any], None]:
+        found, state = weighted(*x, carry[1], dict(kept))
+        return (jax.tree.map(jnp.add, carry[0], found), state), None
+
+    (summed, state), _ = jax.lax.scan(add, (start, state), rest)
     head, grads, token, weight = summed
     mean = head.total / accumulation if head.weight is None else head.total
     aux = _map_aux(head.aux, lambda x: x / accumulation if _floating(x) else x, lambda mean: mean)
-    return LossOut(mean, head.weight, aux), [g / _nonzero(weight).astype(g.dtype) for g in grads], token
+    head = LossOut(mean, head.weight, aux, state)
+    return head, [g / _nonzero(weight).astype(g.dtype) for g in grads], token
 
 
 def over_devices(
@@ -95,7 +101,7 @@ def _summable(head: LossOut) -> LossOut:
     aux = _map_aux(
         head.aux, _wide, lambda mean: Mean(_wide(jnp.asarray(mean.total)), jnp.float32(mean.count))
     )
-    return LossOut(_wide(head.total), head.weight, aux)
+    return LossOut(_wide(head.total), head.weight, aux, head.model_state)
 
 
 def _wide(x: jax.Array) -> jax.Array:

@@ -70,7 +70,7 @@ def updated(
     live = [leaf for leaf in plan.leaves if leaf.trainable]
     before = unflatten(plan, [master_view(plan, leaf, m) for leaf, m in zip(live, masters, strict=True)])
     seen = [
-        plain.unpad(g, plan.grad_placement(leaf)).astype(plan.precision.gradient(leaf.dtype))
+        plain.unpad(g, plan.grad_placement(leaf)).astype(plan.precision.seen(leaf.dtype))
         for leaf, g in zip(live, grads, strict=True)
     ]
     inner_before = load_state(plan, plan.state_treedef.unflatten(inner))

@@ -32,6 +32,7 @@ class Placement:
         model: for each dim the axes of the user's own model parallelism on it, or None.
         note: why the leaf is whole, or what was padded; empty when there is nothing to say.
         wire: in what form it is gathered and its gradient reduced.
+        memory: the memory kind that the stored array lives in; empty: the device's own.
     """
 
     shape: tuple[int, ...]
@@ -40,6 +41,7 @@ class Placement:
     model: tuple[tuple[str, ...] | None, ...] = ()
     note: str = ""
     wire: Wire = PLAIN
+    memory: str = ""
 
     @property
     def sharded(self) -> bool:
@@ -74,6 +76,16 @@ class Placement:
         """The stored array, split over those of its axes that are among ``axes`` alone."""
         dims = ((dim, tuple(a for a in names if a in axes)) for dim, names in self.dims)
         return replace(self, shape=self.padded, dims=tuple((dim, names) for dim, names in dims if names))
+
+    def at(self, memory: str) -> Placement:
+        """The same leaf, stored in another memory kind; empty: the device's own."""
+        return replace(self, memory=memory)
+
+    def cut(self, dim: int, size: int) -> Placement:
+        """The placement of a piece of ``size`` along ``dim``, which must be neither sharded nor padded."""
+        shape, padded = list(self.shape), list(self.padded)
+        shape[dim] = padded[dim] = size
+        return replace(self, shape=tuple(shape), padded=tuple(padded))
 
     def without_dim0(self) -> Placement:
         """The placement of one slice of a stack of layers. Dim 0 must not be sharded."""

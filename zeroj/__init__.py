@@ -43,3 +43,9 @@ from zeroj.step.state import init_state as init_state
 from zeroj.step.state import shard_params as shard_params
 from zeroj.step.train_step import make_eval_step as make_eval_step
 from zeroj.step.train_step import make_train_step as make_train_step
+from zeroj.trainer.arguments import TrainingArguments as TrainingArguments
+from zeroj.trainer.callbacks import EarlyStoppingCallback as EarlyStoppingCallback
+from zeroj.trainer.callbacks import TrainerCallback as TrainerCallback
+from zeroj.trainer.collate import PaddingCollator as PaddingCollator
+from zeroj.trainer.evaluation import EvalPrediction as EvalPrediction
+from zeroj.trainer.trainer import Trainer as Trainer

@@ -54,13 +54,14 @@ class Engine(Saves):
         tx: optax.GradientTransformation,
         state: TrainState,
         batch_sizes: BatchSizes,
+        schedule: optax.Schedule | None = None,
     ) -> None:
         self.config, self.plan, self.tx, self.state = config, plan, tx, state
         self.batch_sizes = batch_sizes
         self.global_steps = self.global_samples = 0
         self.loss_fn = loss_fn
         self._configured = bool(config.resolved()["optimizer"])
-        self._schedule = config.make_schedule() if self._configured else None
+        self._schedule = schedule or (config.make_schedule() if self._configured else None)
         self._metrics: dict[str, Any] = {}
         self._checkpointers = {}
         self._gradients: Callable[..., Any] | None = None
@@ -70,12 +71,14 @@ class Engine(Saves):
         self.monitor = RunMonitor(config, plan)
         self._overflow = OverflowWatch(plan)
 
-    def train_batch(self, batch: Any) -> dict[str, Any]:
+    def train_batch(self, batch: Any, *, accumulation_steps: int | None = None) -> dict[str, Any]:
         """One update on a global batch.
 
         Args:
             batch: leaves of shape (train_batch_size, ...), numpy or jax arrays; with several processes each
                 passes the whole global batch and takes its own slice.
+            accumulation_steps: micro-batches of this update alone, of any size that the devices divide: for
+                what is left at the end of the data. Left out, the config's.
 
         Returns:
             The step's metrics (see :func:`zeroj.make_train_step`), as scalars still on the device.
@@ -88,11 +91,13 @@ class Engine(Saves):
         self._check_checkpoints()  # a save in the background that failed stops the run here
         monitor = self.monitor
         monitor.batch_arrived()
+        size = self.batch_sizes.train if accumulation_steps is None else None
+        step = self._step if accumulation_steps is None else self._step_of(accumulation_steps)
         with monitor.phase("transfer") as made:
-            placed = made(self._prepare(batch, self.batch_sizes.train))
-        monitor.before_step(self._step, self.state, placed)
+            placed = made(self._prepare(batch, size))
+        monitor.before_step(step, self.state, placed)
         with monitor.phase("step") as made:
-            self.state, self._metrics = made(self._step(self.state, placed))
+            self.state, self._metrics = made(step(self.state, placed))
         self._overflow.see(self._metrics)
         self.global_steps += 1
         self.global_samples += self.batch_sizes.train
@@ -169,7 +174,9 @@ class Engine(Saves):
         if self._gradients is None:
             self._gradients = jax.jit(value_and_grad(self.loss_fn, self.plan))
         rng = jax.random.fold_in(self.state.rng, self.state.scale.iteration)
-        return self._gradients(self.state.params, self._prepare(batch, None), rng)
+        carried = self.state.model_state
+        value, grads = self._gradients(self.state.params, self._prepare(batch, None), rng, carried)
+        return (value[0] if isinstance(value, tuple) else value), grads
 
     def close(self) -> None:
         """Waits for saves in the background, writes out what the monitors hold, and looks at the last step.
@@ -217,6 +224,8 @@ def initialize(
     example_batch: Any = None,
     rng: jax.Array | int = 0,
     keep: int | None = None,
+    model_state: Any = (),
+    schedule: optax.Schedule | None = None,
     **arguments: Any,
 ) -> Engine:
     """Builds an engine from a loss, params and a ds_config.json.
@@ -233,6 +242,8 @@ def initialize(
             are found, so that ``scanned`` can be left out.
         rng: a key or seed for the steps' randomness.
         keep: how many of the last checkpoints each folder keeps; left out, all.
+        model_state: what the model carries beside its params; see :func:`zeroj.init_state`.
+        schedule: the learning rate by update, for a config with an optimizer and without a scheduler.
         **arguments: what "auto" in the config resolves to; see :meth:`zeroj.Config.load`.
 
     Returns:
@@ -255,7 +266,7 @@ def initialize(
     for axis in axes:
         world *= mesh.shape[axis]
     sizes = config.batch.resolve(world, counted)
-    tx = _optimizer(config, tx)
+    tx = _optimizer(config, tx, schedule)
     if tx is None:
         raise ConfigError(
             "No optimizer: give tx=, or the section 'optimizer' in the config, for example "
@@ -269,19 +280,24 @@ def initialize(
     )
     shapes = jax.eval_shape(params) if callable(params) else params
     if scanned is None and example_batch is not None:
-        scanned = find_scanned(loss_fn, shapes, example_batch)
+        carried = jax.eval_shape(model_state) if callable(model_state) else model_state
+        scanned = find_scanned(loss_fn, shapes, example_batch, carried)
     plan = make_plan(shapes, tx, mesh, config.zero, precision=precision, trainable=trainable, scanned=scanned)
-    state = init_state(params, tx, plan, rng=rng, loss_scale=config.loss_scale)
-    engine = Engine(loss_fn, config, plan, tx, state, sizes)
+    state = init_state(params, tx, plan, rng=rng, loss_scale=config.loss_scale, model_state=model_state)
+    engine = Engine(loss_fn, config, plan, tx, state, sizes, schedule)
     engine.keep = keep
     return engine
 
 
 def _optimizer(
-    config: Config, tx: optax.GradientTransformation | None
+    config: Config, tx: optax.GradientTransformation | None, schedule: optax.Schedule | None = None
 ) -> optax.GradientTransformation | None:
-    """The config's optimizer or the user's own; never both."""
-    configured = config.make_optimizer()
+    """The config's optimizer or the user's own; never both, and never two schedules."""
+    if schedule is not None and config.make_schedule() is not None:
+        raise ConfigError(
+            "Two schedules: the config has the section 'scheduler', and schedule= was given. Leave one of them out."
+        )
+    configured = config.make_optimizer(schedule)
     if tx is not None and configured is not None:
         raise ConfigError(
             "Two optimizers: the config has the section 'optimizer', and tx= was given. Leave one of them out."

@@ -95,7 +95,12 @@ class Saves(StateHolder):
         """
         checkpoints = self._checkpoints(directory)
         self.state, extra = checkpoints.restore(
-            self.plan, tx=self.tx, tag=tag, weights_only=load_module_only, loss_scale=self.config.loss_scale
+            self.plan,
+            tx=self.tx,
+            tag=tag,
+            weights_only=load_module_only,
+            loss_scale=self.config.loss_scale,
+            model_state=self.state.model_state,
         )
         if not load_module_only:
             self.global_steps = int(extra.get("global_steps", int(self.state.step) + int(self.state.skipped)))

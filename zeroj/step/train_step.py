@@ -42,7 +42,11 @@ def make_train_step(
     """Builds the jitted step ``(state, batch) -> (state, metrics)``.
 
     Args:
-        loss_fn: ``loss_fn(params, batch)`` or ``(params, batch, rng)``; see :func:`zeroj.value_and_grad`.
+        loss_fn: ``loss_fn(params, batch)`` or ``(params, batch, rng)``; see :func:`zeroj.value_and_grad`. A model
+            that carries running statistics, counters or random streams takes one more parameter by the name
+            of ``model_state`` (given to :func:`zeroj.init_state`) and returns (loss, model_state) or (loss,
+            model_state, aux): floats are averaged over devices, integers are the largest of any device,
+            keys are folded; over the global batch it is what the loss returned.
         tx: the optax optimizer, bare or wrapped by :func:`zeroj.wrap_optimizer`.
         plan: where everything lives.
         accumulation_steps: micro-batches per update.
@@ -88,6 +92,7 @@ def make_train_step(
             batch,
             rng,
             scale,
+            state.model_state,
             view=view,
             accumulation=accumulation_steps,
             has_aux=has_aux,
@@ -149,7 +154,10 @@ def make_eval_step(
     view = make_view(plan, loss_over)
 
     def step(state: TrainState, batch: Any) -> dict[str, Any]:
-        loss, aux = evaluate(loss_fn, plan, state.params, batch, state.rng, view=view, has_aux=has_aux)
+        carried = state.model_state
+        loss, aux = evaluate(
+            loss_fn, plan, state.params, batch, state.rng, carried, view=view, has_aux=has_aux
+        )
         return {"loss": loss, **({"aux": aux} if jax.tree.leaves(aux) else {})}
 
     return jax.jit(traced_on(plan.mesh, step))
@@ -203,9 +211,16 @@ def _advance(
     params, opt_state = _update(tx, state, grads, out.loss, applied if conditions else None)
     scale = next_scale(state.scale, jnp.bool_(True) if finite is None else finite, scaling)
     done = applied.astype(jnp.int32)
-    return TrainState(
-        params, opt_state, state.step + done, state.skipped + 1 - done, scale, state.rng
-    ), applied
+    counters = (state.step + done, state.skipped + 1 - done, scale, state.rng)
+    carried = _carry(tx.plan, state.model_state, out.model_state, applied if conditions else None)
+    return TrainState(params, opt_state, *counters, carried), applied
+
+
+def _carry(plan: Plan, before: Any, after: Any, applied: jax.Array | None) -> Any:
+    """The model's state after the step, whole on every device; that before it, where the step is skipped."""
+    if applied is not None:
+        after = jax.tree.map(lambda new, old: jnp.where(applied, new, old), after, before)
+    return jax.lax.with_sharding_constraint(after, plan.replicated) if jax.tree.leaves(after) else after
 
 
 def _update(

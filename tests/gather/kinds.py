@@ -189,3 +189,36 @@ def convolution() -> Form:
         return square(jax.nn.relu(y + p["b"]))
 
     return {"k": normal(1, 3, 3, 4, 8), "b": normal(2, 8)}, loss, data(B, 5, 5, 4)
+
+
+@form
+def prepared_in_nested_jit() -> Form:
+    prepare = jax.jit(lambda w: w.T)
+    return {"w": normal(1, 16, D)}, lambda p, x: square(jnp.sin(x @ prepare(p["w"]))), data()
+
+
+@form
+def indexed_in_rematerialised_loop() -> Form:
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        def body(i: Any, c: jax.Array) -> jax.Array:
+            return jax.checkpoint(block)(c, jax.tree.map(lambda w: w.astype(jnp.float32)[i], p))
+
+        return square(jax.lax.fori_loop(0, L, body, x))
+
+    return stack(L), loss, data()
+
+
+@form
+def slices_of_a_scanned_stack() -> Form:
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        y, _ = jax.lax.scan(
+            lambda c, q: (
+                block(block(c, jax.tree.map(lambda w: w[1], q)), jax.tree.map(lambda w: w[0], q)),
+                None,
+            ),
+            x,
+            p,
+        )
+        return square(y)
+
+    return stack(L, 2), loss, data()

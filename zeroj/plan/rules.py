@@ -68,9 +68,31 @@ class Placement:
 
     def without_dim0(self) -> Placement:
         """The placement of one slice of a stack of layers. Dim 0 must not be sharded."""
-        assert all(dim > 0 for dim, _ in self.dims)
-        dims = tuple((dim - 1, axes) for dim, axes in self.dims)
-        return Placement(self.shape[1:], self.padded[1:], dims, self.model[1:], self.note)
+        return self.without((0,))
+
+    def without(self, gone: Collection[int]) -> Placement:
+        """The placement without some dims, none of which may be sharded."""
+        assert all(dim not in gone for dim, _ in self.dims)
+        kept = [dim for dim in range(len(self.shape)) if dim not in gone]
+        dims = tuple((kept.index(dim), axes) for dim, axes in self.dims)
+        model = tuple(self.model[dim] for dim in kept) if self.model else ()
+        return Placement(
+            tuple(self.shape[d] for d in kept), tuple(self.padded[d] for d in kept), dims, model, self.note
+        )
+
+    def stacked(self, length: int) -> Placement:
+        """The placement of a stack of ``length`` such leaves."""
+        dims = tuple((dim + 1, axes) for dim, axes in self.dims)
+        model = (None, *self.model) if self.model else ()
+        return Placement((length, *self.shape), (length, *self.padded), dims, model, self.note)
+
+    def resized(self, shape: Sequence[int]) -> Placement | None:
+        """The placement of a leaf that differs in unsplit dims alone; None where a split dim differs."""
+        split = {dim for dim, _ in self.dims} | {dim for dim, axes in enumerate(self.model) if axes}
+        if any(shape[dim] != self.shape[dim] for dim in split):
+            return None
+        padded = tuple(self.padded[dim] if dim in split else n for dim, n in enumerate(shape))
+        return Placement(tuple(shape), padded, self.dims, self.model, self.note)
 
     def transposed(self, permutation: Sequence[int]) -> Placement:
         """The placement after ``jax.lax.transpose`` by ``permutation``."""

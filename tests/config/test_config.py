@@ -125,7 +125,6 @@ NEEDS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         {"zero_optimization": {"stage": 3, "mics_shard_size": 4, "mics_hierarchical_params_gather": True}},
         ("mics", "mics:hierarchical"),
     ),
-    ({"zero_optimization": {"stage": 3, "reshard_after_forward": False}}, ("reshard_after_forward:false",)),
     ({"fp16": {**ON, "auto_cast": True}}, ("fp16", "fp16:auto_cast")),
     (
         {"bf16": {**ON, "bf16_master_weights_and_grads": True}, "zero_optimization": {"stage": 1}},

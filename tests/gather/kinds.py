@@ -210,15 +210,9 @@ def indexed_in_rematerialised_loop() -> Form:
 
 @form
 def slices_of_a_scanned_stack() -> Form:
-    def loss(p: Any, x: jax.Array) -> jax.Array:
-        y, _ = jax.lax.scan(
-            lambda c, q: (
-                block(block(c, jax.tree.map(lambda w: w[1], q)), jax.tree.map(lambda w: w[0], q)),
-                None,
-            ),
-            x,
-            p,
-        )
-        return square(y)
+    def body(c: jax.Array, q: Any) -> tuple[jax.Array, None]:
+        for i in (1, 0):
+            c = block(c, jax.tree.map(lambda w, i=i: w[i], q))
+        return c, None
 
-    return stack(L, 2), loss, data()
+    return stack(L, 2), lambda p, x: square(jax.lax.scan(body, x, p)[0]), data()

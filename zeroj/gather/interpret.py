@@ -7,6 +7,7 @@ values alone stays lazy; one that also takes activations has its parameters gath
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -26,11 +27,12 @@ class Interpreter:
     Args:
         gather: makes a whole parameter from a stored shard and its placement.
         bucket: elements gathered together and ahead of their use (see :class:`Gathers`).
-        reuse: how many gathered elements later a whole parameter may be used again at top level.
+        reuse: how many gathered elements later a whole parameter may be used again at top level; infinity: a
+            parameter is gathered once and kept for the backward pass.
         max_live: elements that may be gathered at a time for a region that ``jax.checkpoint`` recomputes.
     """
 
-    def __init__(self, gather: Gather, bucket: int, reuse: int, max_live: int) -> None:
+    def __init__(self, gather: Gather, bucket: int, reuse: float, max_live: int) -> None:
         self.gather = gather
         self.bucket = bucket
         self.reuse = reuse
@@ -68,8 +70,10 @@ class Interpreter:
             outs = self._equation(eqn, [read(v) for v in eqn.invars], reductions)
             for var, out in zip(eqn.outvars, outs, strict=True):
                 reduction = reductions.at.get(var)
-                zero = reduction is not None and is_zero(eqn)
-                env[var] = reduction.zero(var.aval.dtype) if zero else self._reduced(out, reduction)
+                if reduction is not None and is_zero(eqn):
+                    env[var] = reduction.zero(var.aval.dtype)
+                else:
+                    env[var] = self._reduced(out, reduction)
             for var in last.get(index, ()):
                 env.pop(var, None)
         outs = [read(v) for v in jaxpr.outvars]
@@ -85,6 +89,13 @@ class Interpreter:
         """Gathers and evaluates the lazy ones among ``values``; passes the others."""
         self.gathers.issue([shard for value in values for shard in lazy.shards_of(value)])
         return [lazy.evaluate(value, self.gathers.whole) for value in values]
+
+    def keep(self, shards: Sequence[lazy.Shard]) -> list[jax.Array]:
+        """The parameters of a loop, gathered before it, if they are kept for the backward pass."""
+        if self.reuse != math.inf:
+            return []
+        self.gathers.issue(shards)
+        return [self.gathers.whole(shard) for shard in shards]
 
     def _equation(self, eqn: _compat.Eqn, operands: list[Any], reductions: ReductionPlan) -> list[Any]:
         """Evaluates one equation by the rule for its primitive."""
@@ -151,14 +162,17 @@ def _scan(self: Interpreter, eqn: _compat.Eqn, operands: list[Any], wanted: Redu
     consts = [lazy_consts.get(i, x) for i, x in enumerate(consts)]
     shards = [s for x, stay in zip(xs, staying, strict=True) if stay for s in lazy.shards_of(x)]
     stacks = {id(s.array): s for s in shards}
+    kept_whole = self.keep(shards)
     rebuilt: list[Restacked | None] = []
 
-    def body(carry: list[Any], sliced: tuple[list[Any], list[Any]]) -> tuple[list[Any], Any]:
-        plain_xs, shard_slices = sliced
+    def body(carry: list[Any], sliced: tuple[list[Any], ...]) -> tuple[list[Any], Any]:
+        plain_xs, shard_slices, whole_slices = sliced
         slices = dict(zip(stacks, shard_slices, strict=True))
         args = [lazy.slice_of(x, slices) if s else p for x, s, p in zip(xs, staying, plain_xs, strict=True)]
         inner = Interpreter(self.gather, self.bucket, self.reuse, self.max_live)
         inner.gathers.free_start = True
+        for shard, whole in zip(shards, whole_slices, strict=False):
+            inner.gathers.have(lazy.Shard(slices[id(shard.array)], shard.placement, shard.dtype, ""), whole)
         sums = [v for v, r in zip(layout.body.jaxpr.invars[nc : nc + nk], wanted, strict=False) if r]
         outs = inner.run(layout.body, [*consts, *carry, *args], wanted, sums)
         origin = {id(piece): stacks[key] for key, piece in slices.items()}
@@ -172,7 +186,7 @@ def _scan(self: Interpreter, eqn: _compat.Eqn, operands: list[Any], wanted: Redu
     carry, (ys, pieces, tokens) = jax.lax.scan(
         body,
         list(init),
-        (whole_xs, [s.array for s in stacks.values()]),
+        (whole_xs, [s.array for s in stacks.values()], kept_whole),
         length=layout.length,
         reverse=layout.reverse,
         unroll=layout.unroll,

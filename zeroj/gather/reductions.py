@@ -211,10 +211,13 @@ def _resized(reduction: Reduction, operands: Sequence[Any]) -> dict[Any, Reducti
     """The reduction for operands that differ in size from the result, where no split dim differs."""
     if reduction.whole:
         return None
-    found = {var: reduction.placement.resized(var.aval.shape) for var in operands}
-    if len(found) < len(operands) or any(placement is None for placement in found.values()):
-        return None
-    return {var: replace(reduction, placement=placement) for var, placement in found.items()}
+    found: dict[Any, Reduction] = {}
+    for var in operands:
+        placement = reduction.placement.resized(var.aval.shape)
+        if placement is None or var in found:
+            return None
+        found[var] = replace(reduction, placement=placement)
+    return found
 
 
 def _pads_whole_dims(eqn: _compat.Eqn, reduction: Reduction) -> bool:

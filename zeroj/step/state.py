@@ -157,13 +157,13 @@ def full_params(state: TrainState | Any, plan: Plan) -> Any:
             if leaf.trainable:
                 values[i], placements[i] = masters[i], plan.master_placement(leaf)
     whole = [
-        _fetch(plan, value)[tuple(slice(0, n) for n in placement.shape)].astype(leaf.dtype)
+        fetch(plan, value)[tuple(slice(0, n) for n in placement.shape)].astype(leaf.dtype)
         for value, placement, leaf in zip(values, placements, plan.leaves, strict=True)
     ]
     return plan.treedef.unflatten(whole)
 
 
-def _fetch(plan: Plan, value: jax.Array) -> np.ndarray:
+def fetch(plan: Plan, value: jax.Array) -> np.ndarray:
     """One array, whole, on this host, whichever processes hold its shards."""
     if not value.is_fully_addressable and not value.is_fully_replicated:
         value = jax.jit(lambda x: x, out_shardings=plan.replicated)(value)
@@ -221,7 +221,11 @@ def _place(plan: Plan, leaf: ParamLeaf, value: Any, placement: Placement, dtype:
     sharding = plan.sharding(placement)
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         return jax.jit(lambda x: _fit(x, leaf, placement).astype(dtype), out_shardings=sharding)(value)
-    whole = np.asarray(value)[tuple(slice(0, n) for n in leaf.shape)]
+    return place_array(np.asarray(value)[tuple(slice(0, n) for n in leaf.shape)], placement, dtype, sharding)
+
+
+def place_array(whole: np.ndarray, placement: Placement, dtype: np.dtype, sharding: Any) -> jax.Array:
+    """An array in the user's shape in its place: padded, cast, and each device sent its own slice alone."""
 
     def piece(index: Any) -> np.ndarray:
         part = np.asarray(whole[index], dtype=dtype)

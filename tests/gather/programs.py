@@ -249,7 +249,7 @@ def scan_ys(body: Body, p: Any, shared: Any, x: jax.Array) -> Any:
         y, more = body(q, shared, c)
         return y, (more, [a * 2 for a in jax.tree.leaves(q) if jnp.issubdtype(a.dtype, jnp.floating)])
 
-    y, (more, seen) = jax.lax.scan(one, x, p)
+    y, (more, seen) = jax.lax.scan(one, x, p, length=REPEATS)
     return y, jnp.sum(more) + sum((0.01 * jnp.sum(jnp.sin(a)) for a in seen), jnp.float32(0))
 
 

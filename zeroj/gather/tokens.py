@@ -38,12 +38,12 @@ class Gathers:
         gather: makes a whole parameter from a stored shard.
         bucket: elements that are gathered together, one bucket ahead of their use.
         reuse: a whole parameter is used again, rather than gathered again, while at most this many elements
-            were gathered since; 0 means only within its bucket.
+            were gathered since; 0 means only within its bucket, infinity that it is kept to the end.
         free_start: whether the first bucket waits for nothing: in a loop's body XLA can then start its gathers
             in the iteration before.
     """
 
-    def __init__(self, gather: Gather, bucket: int, reuse: int = 0, free_start: bool = False) -> None:
+    def __init__(self, gather: Gather, bucket: int, reuse: float = 0, free_start: bool = False) -> None:
         self._gather = gather
         self.bucket = bucket
         self.reuse = reuse
@@ -129,7 +129,9 @@ class Gathers:
             max_live: in elements.
         """
         self._in_region = True
-        self._outer_reuse, self.reuse, self._whole = self.reuse, max_live, {}
+        self._outer_reuse = self.reuse
+        if self.reuse != math.inf:
+            self.reuse, self._whole = max_live, {}
         if shards:
             self._open()
             if 2 * sum(shard.size for shard in shards) <= max_live:
@@ -139,9 +141,15 @@ class Gathers:
     def leave_region(self) -> None:
         """Ends the region: nothing that it gathered is used again."""
         self._in_region = False
-        self.reuse, self._whole = self._outer_reuse, {}
+        self.reuse = self._outer_reuse
+        if self.reuse != math.inf:
+            self._whole = {}
         if self._total:
             self._open()
+
+    def have(self, shard: Shard, whole: jax.Array) -> None:
+        """Takes note of a parameter that was gathered elsewhere."""
+        self._whole[_key(shard)] = (self._total, shard, whole)
 
     def whole(self, shard: Shard) -> jax.Array:
         """The gathered parameter. It must have been issued."""

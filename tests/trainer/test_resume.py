@@ -20,9 +20,21 @@ TIMES = ("runtime", "per_second")
 
 
 def in_new_process(folder: pathlib.Path, stop: int, resume: bool) -> dict[str, np.ndarray]:
-    command = [sys.executable, "-m", "tests.trainer.child", str(folder), str(stop), "resume" if resume else "fresh"]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.trainer.child",
+        str(folder),
+        str(stop),
+        "resume" if resume else "fresh",
+    ]
     done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return dict(np.load(folder / "params.npz"))
@@ -47,7 +59,11 @@ def test_interrupted_at_5_and_15_and_resumed_in_new_processes(tmp_path: pathlib.
     run(parts, 5, resume=False)
     in_new_process(parts, 15, resume=True)
     found = in_new_process(parts, 18, resume=True)
-    assert {path.name for path in parts.glob("checkpoint-*")} >= {"checkpoint-5", "checkpoint-10", "checkpoint-15"}
+    assert {path.name for path in parts.glob("checkpoint-*")} >= {
+        "checkpoint-5",
+        "checkpoint-10",
+        "checkpoint-15",
+    }
     for name, value in wanted.items():
         np.testing.assert_array_equal(found[name], value, err_msg=name)
     assert state_of(parts) == state_of(whole)

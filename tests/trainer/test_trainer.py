@@ -108,7 +108,9 @@ def plain_losses(rows: list[Any], size: int, updates: int) -> list[float]:
 def test_a_plain_mean_is_exact_in_the_last_window(rest: int, tmp_path: pathlib.Path) -> None:
     rows = toy.plain_rows(64 + rest)
     args = arguments(tmp_path, gradient_accumulation_steps=4, max_steps=6)
-    trainer = zj.Trainer(toy.plain_loss, args, params=toy.plain_params(), train_dataset=rows, eval_dataset=rows)
+    trainer = zj.Trainer(
+        toy.plain_loss, args, params=toy.plain_params(), train_dataset=rows, eval_dataset=rows
+    )
     trainer.train()
     np.testing.assert_allclose(losses_of(trainer), plain_losses(rows, 64, 6), rtol=1e-5)
     batch = {name: np.stack([row[name] for row in rows]) for name in ("x", "y")}
@@ -129,7 +131,9 @@ def test_the_stages_differ_in_the_json_alone(tmp_path: pathlib.Path) -> None:
         np.testing.assert_allclose(found[stage], found[0], rtol=1e-5, err_msg=f"stage {stage}")
 
 
-@pytest.mark.parametrize("micro, accumulation, devices, length", ((1, 1, 8, 9), (2, 3, 8, 16), (3, 2, 2, 12), (4, 5, 1, 7)))
+@pytest.mark.parametrize(
+    "micro, accumulation, devices, length", ((1, 1, 8, 9), (2, 3, 8, 16), (3, 2, 2, 12), (4, 5, 1, 7))
+)
 def test_a_constant_loss_is_logged_as_it_is(
     micro: int, accumulation: int, devices: int, length: int, tmp_path: pathlib.Path
 ) -> None:
@@ -142,11 +146,19 @@ def test_a_constant_loss_is_logged_as_it_is(
         def __call__(self, input_ids: jax.Array) -> jax.Array:
             """Logits of two classes, the right one e^-2 likely: its score is what the loss is to be."""
             right = jnp.log(jnp.exp(-2.0) / (1 - jnp.exp(-2.0)))
-            return jnp.stack([jnp.full(input_ids.shape, right), jnp.zeros(input_ids.shape)], -1) + 0 * self.w.sum()
+            return (
+                jnp.stack([jnp.full(input_ids.shape, right), jnp.zeros(input_ids.shape)], -1)
+                + 0 * self.w.sum()
+            )
 
-    rows = [{"input_ids": [1] * n, "labels": [0] * n} for n in np.random.default_rng(0).integers(2, length, 41)]
+    rows = [
+        {"input_ids": [1] * n, "labels": [0] * n} for n in np.random.default_rng(0).integers(2, length, 41)
+    ]
     args = arguments(
-        tmp_path, per_device_train_batch_size=micro, gradient_accumulation_steps=accumulation, num_train_epochs=2
+        tmp_path,
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=accumulation,
+        num_train_epochs=2,
     )
     mesh = zj.make_mesh(node=1, local=devices, devices=jax.devices()[:devices])
     trainer = zj.Trainer(Constant(), args, train_dataset=rows, eval_dataset=rows[:13], mesh=mesh)
@@ -179,7 +191,9 @@ def test_the_schedule_counts_updates(devices: int, tmp_path: pathlib.Path) -> No
         },
     )
     mesh = zj.make_mesh(node=1, local=devices, devices=jax.devices()[:devices])
-    trainer = zj.Trainer(toy.plain_loss, args, params=toy.plain_params(), train_dataset=toy.plain_rows(320), mesh=mesh)
+    trainer = zj.Trainer(
+        toy.plain_loss, args, params=toy.plain_params(), train_dataset=toy.plain_rows(320), mesh=mesh
+    )
     trainer.train()
     rates = [log["learning_rate"] for log in trainer.state.log_history if "loss" in log]
     assert trainer.state.max_steps == 10 and int(trainer.engine.state.step) == 10
@@ -215,7 +229,9 @@ def test_metrics_predictions_and_the_best_model(tmp_path: pathlib.Path) -> None:
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
     )
     trainer.train()
-    scores = {log["step"]: log["eval_accuracy"] for log in trainer.state.log_history if "eval_accuracy" in log}
+    scores = {
+        log["step"]: log["eval_accuracy"] for log in trainer.state.log_history if "eval_accuracy" in log
+    }
     best = max(scores, key=lambda step: (scores[step], -step))
     assert sorted(scores) == [2, 4, 6] and trainer.state.best_global_step == best
     assert trainer.state.best_metric == scores[best]
@@ -266,7 +282,12 @@ def test_linen_iterables_and_callbacks(tmp_path: pathlib.Path) -> None:
 def test_early_stopping(tmp_path: pathlib.Path) -> None:
     """A rate of zero never improves: the first evaluation is the best, two more end the run."""
     args = arguments(
-        tmp_path, max_steps=20, learning_rate=0.0, eval_strategy="steps", eval_steps=1, metric_for_best_model="loss"
+        tmp_path,
+        max_steps=20,
+        learning_rate=0.0,
+        eval_strategy="steps",
+        eval_steps=1,
+        metric_for_best_model="loss",
     )
     trainer = zj.Trainer(
         toy.net(),

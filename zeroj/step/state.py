@@ -208,7 +208,9 @@ def _place(plan: Plan, leaf: ParamLeaf, value: Any, placement: Placement, dtype:
     sharding = plan.sharding(placement)
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         return jax.jit(lambda x: _fit(x, leaf, placement).astype(dtype), out_shardings=sharding)(value)
-    whole = np.asarray(value)[tuple(slice(0, n) for n in leaf.shape)]
+    whole = value if hasattr(value, "__getitem__") and not isinstance(value, jax.Array) else np.asarray(value)
+    if whole.shape != leaf.shape:
+        whole = np.asarray(whole)[tuple(slice(0, n) for n in leaf.shape)]
 
     def piece(index: Any) -> np.ndarray:
         part = np.asarray(whole[index], dtype=dtype)

@@ -1,4 +1,4 @@
-"""The command line: ``zeroj plan`` and ``zeroj report``."""
+"""The command line: ``zeroj plan``, ``report``, ``inspect``, ``convert`` and ``bench-io``."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_report(commands)
     _add_inspect(commands)
     _add_convert(commands)
+    _add_bench_io(commands)
     args = parser.parse_args(argv)
     try:
         print(args.run(args))
@@ -99,6 +100,40 @@ def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
             frozen=not args.without_frozen,
         )
         return "\n".join(str(file) for file in files)
+
+    parser.set_defaults(run=run)
+
+
+def _add_bench_io(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from zeroj.aot.plan_command import amount
+    from zeroj.spill import bench
+
+    parser = commands.add_parser(
+        "bench-io",
+        help="how fast a disk reads and writes, and the best aio section for it",
+        description="Sweeps block size, depth and threads of the direct engine; prints a table and a section.",
+    )
+    parser.add_argument("path", help="the folder that is to be nvme_path; a subfolder is made and deleted")
+    parser.add_argument("--size", default="1GB", help="bytes of all files (1GB)")
+    parser.add_argument("--piece", default="64MB", help="bytes of one file, as of one shard (64MB)")
+    parser.add_argument("--blocks", nargs="+", help="block sizes, such as 1MB 4MB")
+    parser.add_argument("--depths", nargs="+", type=int, default=bench.DEPTHS, help="queue depths")
+    parser.add_argument("--threads", nargs="+", type=int, default=bench.THREADS, help="intra_op_parallelism")
+    parser.add_argument("--rounds", type=int, default=2, help="of each setting; the best counts (2)")
+    parser.add_argument("--checksums", action="store_true", help="with checksums, as training has them")
+
+    def run(args: argparse.Namespace) -> str:
+        found = bench.sweep(
+            args.path,
+            size=int(amount(args.size)),
+            piece=int(amount(args.piece)),
+            blocks=[int(amount(b)) for b in args.blocks] if args.blocks else bench.BLOCKS,
+            depths=args.depths,
+            threads=args.threads,
+            rounds=args.rounds,
+            verify=args.checksums,
+        )
+        return bench.table(args.path, found)
 
     parser.set_defaults(run=run)
 

@@ -24,6 +24,10 @@ class OffloadOptimizer(Section):
     pin_memory: Bool = honoured(True, "Page-locked host memory (pinned_host), or not (unpinned_host).")
     pipeline_read: Bool = honoured(False, "Read the next piece while one is updated.")
     pipeline_write: Bool = honoured(False, "Write the last piece while one is updated.")
+    verify: Bool = honoured(
+        True,
+        'zeroj\'s own. Checksums of what is written to "nvme", checked at each read; false: sizes alone.',
+    )
     fast_init: Bool = not_needed(False, "state is born in its place, piece by piece")
     ratio: Float = honoured(
         1.0,
@@ -62,8 +66,8 @@ class Aio(Section):
     )
     queue_depth: Int = honoured(8, "Requests in flight.", gt=0)
     intra_op_parallelism: Int = honoured(1, "Threads that share one request.", gt=0)
-    single_submit: Bool = not_needed(False, "requests are handed to the operating system by TensorStore")
-    overlap_events: Bool = not_needed(True, "requests are handed to the operating system by TensorStore")
+    single_submit: Bool = not_needed(False, "each request is one call to the operating system")
+    overlap_events: Bool = not_needed(True, "each request is one call to the operating system")
     use_gds: Bool = refused(
         False,
         "there is no path from file to device memory that JAX can see",

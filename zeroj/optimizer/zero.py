@@ -126,7 +126,7 @@ def apply_gradients(
             seen.append(optax.MaskedNode())
             continue
         views.append(_master_view(plan, leaf, param if master is None else master))
-        seen.append(plain.unpad(grad, plan.grad_placement(leaf)).astype(plan.precision.gradient(leaf.dtype)))
+        seen.append(plain.unpad(grad, plan.grad_placement(leaf)).astype(plan.precision.seen(leaf.dtype)))
     before = plan.treedef.unflatten(views)
     inner_before = load_state(plan, state.inner)
     updates, inner = tx.update(plan.treedef.unflatten(seen), inner_before, before, **extra)

@@ -106,7 +106,7 @@ class Plan:
     @property
     def has_master(self) -> bool:
         """Whether the optimizer's state holds an fp32 master (at stage 3 the params themselves are it)."""
-        return self.precision.half and not self.stage.params
+        return self.precision.has_master and not self.stage.params
 
     # -- placements, in the order of ``leaves`` ----------------------------------------------------
 

@@ -89,7 +89,7 @@ class Losses:
         return default_loss(logits, labels, self.model.loss_kind, self.smoothing)
 
     def _counted(self, loss: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
-        out = call_loss(lambda params, batch: loss, None, batch, None, False)
+        out = call_loss(lambda params, batch: loss, None, batch, None, (), False)
         rows = next(jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x))
         count = jnp.float32(rows) if out.weight is None else out.weight
         value = out.total if out.weight is None else Mean(out.total, out.weight)

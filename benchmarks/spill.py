@@ -1,0 +1,164 @@
+"""The stores of spilled state beside the raw disk and bare TensorStore: same files' sizes, same buffers, one run.
+
+    python benchmarks/run.py spill
+
+Set ZEROJ_NVME to a folder on the disk to be measured; left out, the temporary folder's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+from figure import Figure
+
+from zeroj.spill.bench import timed
+from zeroj.spill.direct_store import DirectStore, supports_direct
+from zeroj.spill.folder import RunFolder
+from zeroj.spill.orbax_store import OrbaxStore
+
+PIECE, COUNT, BLOCK, WORKERS = 64 << 20, 16, 4 << 20, 8
+ROUNDS = 3
+NAMES = {f"piece{i}": PIECE for i in range(COUNT)}
+
+
+class Raw:
+    """Preallocated files, O_DIRECT, a pool of threads, and nothing else."""
+
+    def __init__(self, folder: str) -> None:
+        flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if supports_direct(folder) else 0)
+        self.handles = {name: os.open(f"{folder}/{name}", flags) for name in NAMES}
+        for handle in self.handles.values():
+            os.posix_fallocate(handle, 0, PIECE)
+        self.pool = ThreadPoolExecutor(WORKERS)
+
+    def _blocks(self, move: Callable[..., int], name: str, data: np.ndarray) -> _All:
+        handle = self.handles[name]
+        jobs = [
+            self.pool.submit(move, handle, [data[at : at + BLOCK].data], at) for at in range(0, PIECE, BLOCK)
+        ]
+        return _All(jobs)
+
+    def write(self, name: str, data: np.ndarray) -> _All:
+        """Begins to write a file."""
+        return self._blocks(os.pwritev, name, data)
+
+    def read(self, name: str, out: np.ndarray) -> _All:
+        """Begins to read a file."""
+        return self._blocks(os.preadv, name, out)
+
+
+class _All:
+    def __init__(self, futures: list[Future[int]]) -> None:
+        self.futures = futures
+
+    def result(self) -> None:
+        """Waits."""
+        assert sum(f.result() for f in self.futures) == PIECE
+
+
+class Bare:
+    """TensorStore as it comes: zarr3 arrays of bytes, one chunk each, opened once."""
+
+    def __init__(self, folder: str, sync: bool, mode: str | None, concurrency: int) -> None:
+        context: dict[str, Any] = {"file_io_sync": sync, "file_io_concurrency": {"limit": concurrency}}
+        if mode:
+            context["file_io_mode"] = {"mode": mode}
+        made = ts.Context(context)
+        self.stores = {name: self._open(f"{folder}/{name}/", made) for name in NAMES}
+
+    def _open(self, path: str, context: Any) -> Any:
+        grid = {"name": "regular", "configuration": {"chunk_shape": [PIECE]}}
+        metadata = {"shape": [PIECE], "data_type": "uint8", "chunk_grid": grid, "codecs": [{"name": "bytes"}]}
+        spec = {
+            "driver": "zarr3",
+            "kvstore": {"driver": "file", "path": path},
+            "metadata": metadata,
+            "create": True,
+        }
+        return ts.open(ts.Spec(spec), context=context).result()
+
+    def write(self, name: str, data: np.ndarray) -> Any:
+        """Begins to write an array."""
+        return self.stores[name].write(data, can_reference_source_data_indefinitely=True)
+
+    def read(self, name: str, out: np.ndarray) -> Any:
+        """Begins to read an array, into memory of its own."""
+        return self.stores[name].read()
+
+
+@contextlib.contextmanager
+def folders() -> Iterator[Callable[[str], str]]:
+    run = RunFolder(os.environ.get("ZEROJ_NVME", os.path.join(tempfile.gettempdir(), "zeroj-bench")))
+    with contextlib.closing(run):
+
+        def make(name: str) -> str:
+            path = os.path.join(run.path, name)
+            os.mkdir(path)
+            return path
+
+        yield make
+
+
+def rates(stores: dict[str, Any]) -> dict[tuple[str, str], float]:
+    """Bytes per second of every store, reading and writing; taking turns, so that all see the same disk."""
+    found: dict[tuple[str, str], float] = {}
+    for store in stores.values():
+        timed(NAMES, store.write, PIECE, 1)  # no store pays for touching new space
+    for _, (name, store) in itertools.product(range(ROUNDS), stores.items()):
+        for what, move in (("write", store.write), ("read", store.read)):
+            found[name, what] = max(found.get((name, what), 0.0), timed(NAMES, move, PIECE, 1))
+    return found
+
+
+def figures() -> list[Figure]:
+    """Reads and writes of 16 files of 64 MiB each."""
+    options = {"block_size": BLOCK, "queue_depth": WORKERS}
+    bare = {
+        f"bare {sync} {mode} {limit}": (sync, mode, limit)
+        for sync, mode, limit in (
+            (False, None, 4),
+            (False, None, 16),
+            (False, "direct", 16),
+            (True, None, 16),
+        )
+    }
+    with folders() as folder:
+        stores: dict[str, Any] = {
+            "raw": Raw(folder("raw")),
+            "direct": DirectStore(folder("direct"), verify=False, **options),
+            "direct, checksums": DirectStore(folder("checked"), **options),
+            "orbax": OrbaxStore(folder("orbax"), verify=False),
+            "orbax, checksums": OrbaxStore(folder("orbax_checked")),
+            **{name: Bare(folder(name.replace(" ", "_")), *how) for name, how in bare.items()},
+        }
+        for store in stores.values():
+            if hasattr(store, "reserve"):
+                store.reserve(NAMES)
+        found = rates(stores)
+    return [figure for what in ("read", "write") for figure in _figures(what, found, list(bare))]
+
+
+def _figures(what: str, found: dict[tuple[str, str], float], bare: list[str]) -> list[Figure]:
+    raw = found["raw", what] / 1e9
+    best = max(bare, key=lambda name: found[name, what])
+    best_bare = found[best, what] / 1e9
+
+    def one(name: str, beside: float, target: float | None, note: str) -> Figure:
+        rate = found[name, what] / 1e9
+        return Figure(f"{what}, {name}", rate, "GB/s", beside, target, "higher", note=note)
+
+    return [
+        one("direct", raw, 0.9, "beside raw O_DIRECT"),
+        one("direct, checksums", raw, None, "beside raw O_DIRECT: what checksums cost"),
+        one("orbax", best_bare, 0.9, f"beside the best bare TensorStore ({best})"),
+        one("orbax", raw, None, "beside raw O_DIRECT"),
+        one("orbax, checksums", best_bare, None, "beside the best bare TensorStore"),
+    ]

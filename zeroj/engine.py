@@ -190,7 +190,7 @@ class Engine(Saves):
             self._overflow.see(None)
         finally:
             self.monitor.close()
-            self._close_checkpoints()
+            self.close_checkpoints()
 
     def _step_of(self, accumulation: int) -> Callable[..., Any]:
         """The step for a number of micro-batches, built once."""

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -16,12 +17,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zeroj.config.zero import Zero
 from zeroj.errors import PlanError
 from zeroj.plan import offload, tree
+from zeroj.plan.groups import group_mesh, sharding_axes
 from zeroj.plan.mesh import zero_axes_of
 from zeroj.plan.precision import Precision, make_precision
 from zeroj.plan.rules import Placement, auto_threshold, place
+from zeroj.plan.wire import wire_of
 
 #: What ``Zero.needs()`` may name that plans can do.
-SUPPORTED = frozenset({"offload_optimizer:cpu", "offload_optimizer:ratio"})
+SUPPORTED = frozenset(
+    {
+        *("offload_optimizer:cpu", "offload_optimizer:ratio"),
+        *("zero++:hpZ", "zero++:qwZ", "zero++:qgZ", "mics"),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -116,6 +124,12 @@ class Plan:
     def degree(self) -> int:
         """N: how many devices share the state, and among how many the batch is split."""
         return math.prod(self.mesh.shape[a] for a in self.zero_axes)
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """The ZeRO axes that split the batch and no leaf: along them groups hold the same state (MiCS)."""
+        split = sharding_axes(self.mesh, self.zero_axes, self.zero)
+        return tuple(axis for axis in self.zero_axes if axis not in split)
 
     @property
     def has_master(self) -> bool:
@@ -270,31 +284,32 @@ def make_plan(
             "This zero_optimization asks for what zeroj does not do yet: " + ", ".join(lacking) + "."
         )
     axes = zero_axes_of(mesh, zero_axes)
-    mesh = tree.auto_mesh(mesh)
+    mesh = group_mesh(tree.auto_mesh(mesh), axes, zero)
     flat, treedef = tree.flatten(params)
     trains = tree.trainable_flags(params, flat, trainable)
     is_stack = tree.path_predicate(scanned)
-    sizes = {axis: mesh.shape[axis] for axis in axes}
+    sizes = sharding_axes(mesh, axes, zero)
     numels = [leaf.size for leaf in flat.values()]
     threshold = _threshold(zero, numels, math.prod(sizes.values()))
     thresholds = _within_model_threshold(zero, numels, threshold)
-    leaves = tuple(
-        ParamLeaf(
-            path,
-            leaf.keys,
-            np.dtype(leaf.dtype),
-            place(
-                leaf.shape,
-                sizes,
-                threshold=own_threshold,
-                scanned=(0,) if is_stack(path) else (),
-                model=tree.model_axes(leaf.sharding, axes, len(leaf.shape)),
-            ),
+    leaves = []
+    for (path, leaf), flag, own_threshold in zip(flat.items(), trains, thresholds, strict=True):
+        placement = place(
+            leaf.shape,
+            sizes,
+            threshold=own_threshold,
+            scanned=(0,) if is_stack(path) else (),
+            model=tree.model_axes(leaf.sharding, axes, len(leaf.shape)),
+        )
+        wire = wire_of(
+            zero,
+            leaf.shape[is_stack(path) :],
+            [axis for axis in axes if axis in placement.axes and jnp.issubdtype(leaf.dtype, jnp.floating)],
+            math.prod(mesh.shape[axis] for axis in placement.axes),
             flag,
         )
-        for (path, leaf), flag, own_threshold in zip(flat.items(), trains, thresholds, strict=True)
-    )
-    plan = Plan(mesh, zero, axes, policy, threshold, leaves, treedef, (), None)
+        leaves.append(ParamLeaf(path, leaf.keys, np.dtype(leaf.dtype), replace(placement, wire=wire), flag))
+    plan = Plan(mesh, zero, axes, policy, threshold, tuple(leaves), treedef, (), None)
     return _with_state(plan, tx)
 
 
@@ -304,7 +319,7 @@ def _with_state(plan: Plan, tx: optax.GradientTransformation) -> Plan:
     shapes, concrete = tree.abstract_init(tx, tree.trainable_only(plan, masters))
     flat, treedef = tree.flatten(shapes)
     by_keys = {leaf.keys: leaf for leaf in plan.leaves if leaf.trainable}
-    sizes = {axis: plan.mesh.shape[axis] for axis in plan.zero_axes}
+    sizes = sharding_axes(plan.mesh, plan.zero_axes, plan.zero)
     state_leaves = []
     for path, entry in flat.items():
         param = tree.mirrored(entry.keys, by_keys)

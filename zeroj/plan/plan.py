@@ -26,7 +26,7 @@ from zeroj.plan.wire import wire_of
 #: What ``Zero.needs()`` may name that plans can do.
 SUPPORTED = frozenset(
     {
-        *("offload_optimizer:cpu", "offload_optimizer:ratio"),
+        *("offload_optimizer:cpu", "offload_optimizer:ratio", "offload_param:cpu"),
         *("zero++:hpZ", "zero++:qwZ", "zero++:qgZ", "mics"),
     }
 )
@@ -63,6 +63,7 @@ class ParamLeaf:
         placement: where its shard lives, wherever the stage shards it.
         trainable: whether it has a gradient and optimizer state.
         state_memory: the memory kind of its optimizer state and fp32 master; empty: the device's own.
+        param_memory: the memory kind of its stored shard; empty: the device's own.
     """
 
     path: str
@@ -71,6 +72,7 @@ class ParamLeaf:
     placement: Placement
     trainable: bool
     state_memory: str = ""
+    param_memory: str = ""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -142,14 +144,14 @@ class Plan:
 
     @cached_property
     def streams(self) -> bool:
-        """Whether any of the optimizer's state lives in host memory, and so is streamed through the device."""
-        return any(leaf.state_memory for leaf in self.leaves)
+        """Whether anything that an update changes lives in host memory, and so is streamed through the device."""
+        return any(leaf.state_memory or leaf.param_memory for leaf in self.leaves)
 
     # -- placements, in the order of ``leaves`` ----------------------------------------------------
 
     def param_placement(self, leaf: ParamLeaf) -> Placement:
         """Where the stored param lives."""
-        return leaf.placement if self.stage.params else leaf.placement.whole()
+        return leaf.placement.at(leaf.param_memory) if self.stage.params else leaf.placement.whole()
 
     def grad_placement(self, leaf: ParamLeaf) -> Placement:
         """Where the reduced gradient lives."""
@@ -157,7 +159,8 @@ class Plan:
 
     def master_placement(self, leaf: ParamLeaf) -> Placement:
         """Where what the optimizer updates lives: the fp32 master, or the param that is its own master."""
-        return self.state_placement(leaf) if self.has_master else self.state_placement(leaf).at("")
+        placement = self.state_placement(leaf)
+        return placement if self.has_master else placement.at(leaf.param_memory)
 
     def state_placement(self, leaf: ParamLeaf) -> Placement:
         """Where all that mirrors the param in the optimizer's state lives."""

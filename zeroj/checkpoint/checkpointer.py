@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
+import sys
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,6 +13,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from zeroj import _compat
 from zeroj.checkpoint.catalog import DELETED, ITEM, Catalog
 from zeroj.checkpoint.handler import StateSave
 from zeroj.checkpoint.layout import stored_leaves
@@ -22,6 +25,21 @@ from zeroj.config.precision import LossScale
 from zeroj.errors import CheckpointError
 from zeroj.plan.plan import Plan
 from zeroj.step.state import TrainState
+
+#: Checkpointers that have not been closed.
+_open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+
+
+def _finish_all() -> None:
+    """Completes what is being written when a program ends without closing: it was saved, so it shall be there."""
+    for checkpointer in list(_open):
+        try:
+            checkpointer.close()
+        except Exception as error:  # nobody is left to catch it
+            print(f"zeroj: at the end of the program: {error}", file=sys.stderr)
+
+
+_compat.before_shutdown(_finish_all)
 
 
 class Checkpointer:
@@ -70,6 +88,7 @@ class Checkpointer:
         )
         self._manager = ocp.CheckpointManager(self.directory, options=options)
         self._catalog.refresh()
+        _open.add(self)
 
     @property
     def directory(self) -> pathlib.Path:
@@ -161,6 +180,7 @@ class Checkpointer:
         Raises:
             CheckpointError: the last save failed, even if that was raised before.
         """
+        _open.discard(self)
         try:
             self.wait()
         finally:

@@ -112,7 +112,12 @@ class Saves(StateHolder):
         for checkpoints in self._checkpointers.values():
             checkpoints.check()
 
-    def _close_checkpoints(self) -> None:
+    def close_checkpoints(self) -> None:
+        """Waits for saves in the background.
+
+        Raises:
+            CheckpointError: a save failed.
+        """
         for checkpoints in self._checkpointers.values():
             checkpoints.close()
         self._checkpointers.clear()

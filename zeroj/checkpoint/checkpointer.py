@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import pathlib
 import sys
-import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -26,13 +25,13 @@ from zeroj.errors import CheckpointError
 from zeroj.plan.plan import Plan
 from zeroj.step.state import TrainState
 
-#: Checkpointers that have not been closed.
-_open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+#: Checkpointers that are saving in the background: held until they are done, whoever else lets go of them.
+_saving: set[Checkpointer] = set()
 
 
 def _finish_all() -> None:
     """Completes what is being written when a program ends without closing: it was saved, so it shall be there."""
-    for checkpointer in list(_open):
+    for checkpointer in list(_saving):
         try:
             checkpointer.close()
         except Exception as error:  # nobody is left to catch it
@@ -88,7 +87,6 @@ class Checkpointer:
         )
         self._manager = ocp.CheckpointManager(self.directory, options=options)
         self._catalog.refresh()
-        _open.add(self)
 
     @property
     def directory(self) -> pathlib.Path:
@@ -146,6 +144,7 @@ class Checkpointer:
         self._make_way(step)
         self._pending, known[step] = step, manifest
         args = ocp.args.Composite(**{ITEM: StateSave(leaves, manifest, extra, copy=not wait)})
+        _saving.add(self)
         with self._failures():
             self._manager.save(step, args=args, force=True)
         self._branch.add(step)
@@ -168,8 +167,11 @@ class Checkpointer:
         Raises:
             CheckpointError: a save failed; the cause is chained. Later saves are tried again.
         """
-        with self._failures():
-            self._manager.wait_until_finished()
+        try:
+            with self._failures():
+                self._manager.wait_until_finished()
+        finally:
+            _saving.discard(self)
         if self._pending is not None:
             self._pending, self._failure = None, None
             self._settle()
@@ -180,7 +182,6 @@ class Checkpointer:
         Raises:
             CheckpointError: the last save failed, even if that was raised before.
         """
-        _open.discard(self)
         try:
             self.wait()
         finally:

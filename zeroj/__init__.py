@@ -4,6 +4,7 @@ from zeroj import aot as aot
 from zeroj.checkpoint.checkpointer import Checkpointer as Checkpointer
 from zeroj.checkpoint.inspect import convert as convert_checkpoint  # noqa: F401
 from zeroj.checkpoint.inspect import inspect as inspect_checkpoint  # noqa: F401
+from zeroj.checkpoint.modules import load_module as load_module
 from zeroj.checkpoint.preemption import EXIT_PREEMPTED as EXIT_PREEMPTED
 from zeroj.checkpoint.preemption import Preemption as Preemption
 from zeroj.checkpoint.safetensors import export_safetensors as export_safetensors

@@ -83,7 +83,12 @@ class ZeroSection(Section):
     zero_quantized_weights: Bool = honoured(False, "qwZ: params are gathered as int8. Stage 3.")
     zero_quantized_nontrainable_weights: Bool = honoured(False, "Frozen params are stored as int8. Stage 3.")
     zero_quantized_gradients: Bool = honoured(
-        False, "qgZ: gradients are reduced as int4 in two hops, and come out as the true mean. Stage 3."
+        False,
+        "qgZ: gradients are reduced in two hops, as int8 in a node and int4 across, and come out as the true "
+        "mean. Stage 3.",
+    )
+    zero_quantized_gradients_bits: Literal[4, 8] = honoured(
+        4, "zeroj's own. Bits of a gradient across nodes under qgZ; within a node it takes 8. Stage 3."
     )
     zeropp_loco_param: Loco | None = honoured(None, "Error feedback for quantised gradients.")
     mics_shard_size: Int = honoured(

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from zeroj import _compat
-from zeroj.gather import lazy
+from zeroj.gather import kept, lazy
 from zeroj.gather.reductions import Reduction, ReductionPlan, Reductions, is_zero, place_reductions
 from zeroj.gather.stacks import Restacked, only_sliced, restack, warn_whole
 from zeroj.gather.tokens import Gather, Gathers
@@ -25,7 +25,7 @@ class Interpreter:
     """Evaluates programs on a mix of lazy and ordinary values, inside ``shard_map``.
 
     Args:
-        gather: makes a whole parameter from a stored shard and its placement.
+        gather: makes a whole parameter from a stored shard.
         bucket: elements gathered together and ahead of their use (see :class:`Gathers`).
         reuse: how many gathered elements later a whole parameter may be used again at top level; infinity: a
             parameter is gathered once and kept for the backward pass.
@@ -162,15 +162,19 @@ def _scan(self: Interpreter, eqn: _compat.Eqn, operands: list[Any], wanted: Redu
     consts = [lazy_consts.get(i, x) for i, x in enumerate(consts)]
     shards = [s for x, stay in zip(xs, staying, strict=True) if stay for s in lazy.shards_of(x)]
     stacks = {id(s.array): s for s in shards}
+    known = kept.stacks_in(self.gathers.kept, stacks)
+    near_kept: kept.Kept = {}
     kept_whole = self.keep(shards)
     rebuilt: list[Restacked | None] = []
 
     def body(carry: list[Any], sliced: tuple[list[Any], ...]) -> tuple[list[Any], Any]:
-        plain_xs, shard_slices, whole_slices = sliced
+        plain_xs, shard_slices, whole_slices, near_slices = sliced
         slices = dict(zip(stacks, shard_slices, strict=True))
         args = [lazy.slice_of(x, slices) if s else p for x, s, p in zip(xs, staying, plain_xs, strict=True)]
         inner = Interpreter(self.gather, self.bucket, self.reuse, self.max_live)
         inner.gathers.free_start = True
+        inner.gathers.kept = kept.sliced(known, near_slices, slices)
+        before = dict(inner.gathers.kept)
         for shard, whole in zip(shards, whole_slices, strict=False):
             inner.gathers.have(lazy.Shard(slices[id(shard.array)], shard.placement, shard.dtype, ""), whole)
         sums = [v for v, r in zip(layout.body.jaxpr.invars[nc : nc + nk], wanted, strict=False) if r]
@@ -178,20 +182,24 @@ def _scan(self: Interpreter, eqn: _compat.Eqn, operands: list[Any], wanted: Redu
         origin = {id(piece): stacks[key] for key, piece in slices.items()}
         outside = {id(shard.array) for x in lazy_consts.values() for shard in lazy.shards_of(x)}
         rebuilt[:] = [restack(out, origin, outside) for out in outs[nk:]]
-        kept = [out for out, stack in zip(outs[nk:], rebuilt, strict=True) if stack is None]
-        forced = inner.force(outs[:nk] + kept)
+        real = [out for out, stack in zip(outs[nk:], rebuilt, strict=True) if stack is None]
+        forced = inner.force(outs[:nk] + real)
         pieces = [shard.array for stack in rebuilt if stack for shard in stack.made]
-        return forced[:nk], (forced[nk:], pieces, inner.gathers.token())
+        near_kept.clear()
+        near_kept.update(kept.stacked(inner.gathers.kept, before, origin))
+        nears = [near.value for near in near_kept.values()]
+        return forced[:nk], (forced[nk:], pieces, nears, inner.gathers.token())
 
-    carry, (ys, pieces, tokens) = jax.lax.scan(
+    carry, (ys, pieces, nears, tokens) = jax.lax.scan(
         body,
         list(init),
-        (whole_xs, [s.array for s in stacks.values()], kept_whole),
+        (whole_xs, [s.array for s in stacks.values()], kept_whole, [near.value for near in known.values()]),
         length=layout.length,
         reverse=layout.reverse,
         unroll=layout.unroll,
     )
     self.gathers.gate = self.gathers.gate + jnp.sum(tokens)
+    self.gathers.kept |= kept.with_values(near_kept, nears)
     rest, made = iter(ys), iter(pieces)
     return [*carry, *(next(rest) if s is None else s.build(made, layout.length) for s in rebuilt)]
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zeroj import _compat
-from zeroj.collectives import plain
+from zeroj.collectives import plain, quantized
 from zeroj.plan.rules import Placement
 
 
@@ -28,7 +28,7 @@ class Reduction:
 
     Attributes:
         placement: where the sum lives.
-        dtype: the dtype on the wire.
+        dtype: the dtype on the wire, where the placement does not say that it is quantised.
         axes: the ZeRO axes.
         whole: whether every device gets the whole sum. It is then scattered and gathered rather than
             all-reduced: the same bytes, and in half precision the same rounding as at the sharded stages.
@@ -41,7 +41,10 @@ class Reduction:
 
     def __call__(self, value: jax.Array) -> jax.Array:
         """Sums ``value`` over the devices."""
-        reduced = plain.reduce_scatter(value.astype(self.dtype), self.placement, self.axes)
+        if self.placement.wire.hops:
+            reduced = quantized.reduce(value, self.placement, self.axes)
+        else:
+            reduced = plain.reduce_scatter(value.astype(self.dtype), self.placement, self.axes)
         if self.whole:
             reduced = plain.gather(reduced, self.placement)
         return reduced.astype(value.dtype)

@@ -268,7 +268,10 @@ class Trainer(Results):
         return generation.generate(self, prompts, max_new_tokens, temperature, eos_token_id, seed)
 
     def save_model(
-        self, output_dir: str | os.PathLike[str] | None = None, dtype: Any = None
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        dtype: Any = None,
+        only: Callable[[str], bool] | None = None,
     ) -> list[pathlib.Path]:
         """Writes the params as safetensors, and the model's config. Every process must call it.
 
@@ -277,11 +280,12 @@ class Trainer(Results):
         Args:
             output_dir: the folder; left out, the run's.
             dtype: "fp32", "bf16" or "fp16"; left out, the dtype of computation, as DeepSpeed's 16-bit weights.
+            only: a predicate of paths: which leaves to write; left out, all.
 
         Returns:
             The safetensors files.
         """
-        return export_model(self, pathlib.Path(output_dir or str(self.args.output_dir)), dtype)
+        return export_model(self, pathlib.Path(output_dir or str(self.args.output_dir)), dtype, only)
 
     def log(self, logs: dict[str, Any]) -> None:
         """Adds numbers to the log history, and tells the callbacks."""

@@ -21,6 +21,7 @@ from zeroj.plan.groups import group_mesh, sharding_axes
 from zeroj.plan.mesh import zero_axes_of
 from zeroj.plan.precision import Precision, make_precision
 from zeroj.plan.rules import Placement, auto_threshold, place
+from zeroj.plan.stages import STAGES, Stage
 from zeroj.plan.wire import wire_of
 
 #: What ``Zero.needs()`` may name that plans can do.
@@ -30,26 +31,6 @@ SUPPORTED = frozenset(
         *("zero++:hpZ", "zero++:qwZ", "zero++:qgZ", "mics"),
     }
 )
-
-
-@dataclass(frozen=True)
-class Stage:
-    """What one ZeRO stage shards. True: each device holds its part; False: each device holds the whole."""
-
-    params: bool
-    grads: bool
-    accumulator: bool
-    opt_state: bool
-
-
-#: The stage table of ZeRO (arXiv 1910.02054, section 5). ``grads`` is what leaves the last micro-batch,
-#: ``accumulator`` what the micro-batches before it add up in.
-STAGES = {
-    0: Stage(params=False, grads=False, accumulator=False, opt_state=False),
-    1: Stage(params=False, grads=True, accumulator=False, opt_state=True),
-    2: Stage(params=False, grads=True, accumulator=True, opt_state=True),
-    3: Stage(params=True, grads=True, accumulator=True, opt_state=True),
-}
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ class Engine(Saves):
             self.state, self._metrics = made(step(self.state, placed))
         self._overflow.see(self._metrics)
         self.global_steps += 1
-        self.global_samples += self.batch_sizes.train
+        self.global_samples += next(x.shape[0] for x in jax.tree.leaves(placed) if x.ndim)
         shown = self._metrics | {"lr": self._learning_rate()} if monitor.reads else self._metrics
         monitor.after_step(self.global_steps, self.global_samples, shown)
         return self._metrics
@@ -190,7 +190,7 @@ class Engine(Saves):
             self._overflow.see(None)
         finally:
             self.monitor.close()
-            self._close_checkpoints()
+            self.close_checkpoints()
 
     def _step_of(self, accumulation: int) -> Callable[..., Any]:
         """The step for a number of micro-batches, built once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,9 +11,28 @@ import optax
 
 from zeroj.checkpoint.checkpointer import Checkpointer
 from zeroj.checkpoint.retention import step_tag
+from zeroj.checkpoint.together import same_tag
 from zeroj.config.batch import BatchSizes
 from zeroj.config.config import Config
 from zeroj.step.holder import StateHolder
+
+
+def warn_of_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Warns of settings that were others when the checkpoint was made: the curve of the run will bend there.
+
+    Args:
+        before: name -> value in the checkpoint; one that lacks a name says nothing of it.
+        now: name -> value here.
+    """
+    changed = [
+        f"{key}: {before[key]} then, {now.get(key)} now" for key in before if before[key] != now.get(key)
+    ]
+    if changed:
+        warnings.warn(
+            "The run goes on with other settings than those that the checkpoint was made with; step counts and "
+            "moments are kept:\n  - " + "\n  - ".join(changed),
+            stacklevel=3,
+        )
 
 
 class Saves(StateHolder):
@@ -56,13 +76,16 @@ class Saves(StateHolder):
             The tag.
 
         Raises:
-            CheckpointError: an earlier save failed, or not every process called this.
+            CheckpointError: an earlier save failed, not every process called this, or tags differ between
+                processes where checkpoint.tag_validation is "Fail" (a warning where it is "Warn").
         """
         tag = step_tag(self.global_steps) if tag is None else tag
+        same_tag(tag, self.config.loaded.file.checkpoint.tag_validation.lower())
         extra = {
             "global_steps": self.global_steps,
             "global_samples": self.global_samples,
             "client_state": dict(client_state or {}),
+            "run": self._run(),
         }
         self._checkpoints(directory).save(
             self.state, self.plan, extra, step=self.global_steps, tag=tag, wait=wait
@@ -100,16 +123,32 @@ class Saves(StateHolder):
             model_state=self.state.model_state,
         )
         if not load_module_only:
+            warn_of_changes(extra.get("run", {}), self._run())
             self.global_steps = int(extra.get("global_steps", int(self.state.step) + int(self.state.skipped)))
             self.global_samples = int(extra.get("global_samples", self.global_steps * self.batch_sizes.train))
         return str(checkpoints.directory), dict(extra.get("client_state", {}))
+
+    def _run(self) -> dict[str, Any]:
+        """What should be the same when the run goes on."""
+        scheduler = self.config.resolved()["scheduler"] or {}
+        params = {f"scheduler.params.{key}": value for key, value in scheduler.get("params", {}).items()}
+        return {
+            "train_batch_size": self.batch_sizes.train,
+            "scheduler.type": scheduler.get("type"),
+            **params,
+        }
 
     def _check_checkpoints(self) -> None:
         """Raises if a save in the background has failed; does not block."""
         for checkpoints in self._checkpointers.values():
             checkpoints.check()
 
-    def _close_checkpoints(self) -> None:
+    def close_checkpoints(self) -> None:
+        """Waits for saves in the background.
+
+        Raises:
+            CheckpointError: a save failed.
+        """
         for checkpoints in self._checkpointers.values():
             checkpoints.close()
         self._checkpointers.clear()

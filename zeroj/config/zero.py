@@ -123,12 +123,24 @@ class ZeroSection(Section):
         False, "the old stage 1 is gone from DeepSpeed as well", "leave the key out"
     )
 
-    stage3_prefetch_bucket_size: Int = not_needed(5 * 10**7, _SCHEDULED, auto="prefetch", ge=0)
-    stage3_max_live_parameters: Int = not_needed(
-        10**9, "a gathered param lives from its first to its last use in the compiled program", ge=0
+    stage3_prefetch_bucket_size: Int = honoured(
+        5 * 10**7,
+        "Elements that are gathered together, one such bucket ahead of their use. Left out: about a layer of "
+        "width 4096, and at most a sixteenth of the model.",
+        auto="prefetch",
+        ge=0,
     )
-    stage3_max_reuse_distance: Int = not_needed(
-        10**9, "whether a gathered param is kept for the backward pass is reshard_after_forward", ge=0
+    stage3_max_live_parameters: Int = honoured(
+        10**9,
+        "A region under jax.checkpoint has its params gathered at once if twice their elements are at most "
+        "this; otherwise bucket by bucket.",
+        ge=0,
+    )
+    stage3_max_reuse_distance: Int = honoured(
+        10**9,
+        "Outside jax.checkpoint a gathered param is used again, rather than gathered again, while at most this "
+        "many elements were gathered since. Left out: 0, gathered again for the backward pass.",
+        ge=0,
     )
     stage3_gather_16bit_weights_on_model_save: Bool = not_needed(
         False, "zj.export_safetensors gathers leaf by leaf, whatever the stage", auto="save_16bit"

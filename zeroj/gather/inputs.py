@@ -97,7 +97,8 @@ def lazy_leaves(plan: Plan, leaves: list[jax.Array]) -> list[Any]:
     for leaf, array in zip(plan.leaves, leaves, strict=True):
         dtype = plan.precision.compute(leaf.dtype)
         placement = plan.param_placement(leaf)
-        out.append(Shard(array, placement, dtype, leaf.path) if placement.sharded else array.astype(dtype))
+        waits = placement.sharded or placement.memory
+        out.append(Shard(array, placement, dtype, leaf.path) if waits else array.astype(dtype))
     return out
 
 
@@ -107,10 +108,11 @@ def interpreter(plan: Plan, gather: Gather) -> Interpreter:
     bucket = plan.zero.stage3_prefetch_bucket_size if "stage3_prefetch_bucket_size" in given else None
     live = plan.zero.stage3_max_live_parameters if "stage3_max_live_parameters" in given else None
     reuse = plan.zero.stage3_max_reuse_distance if "stage3_max_reuse_distance" in given else 0
+    kept = math.inf if not plan.zero.reshard_after_forward else int(reuse or 0)
     return Interpreter(
         gather,
         _default_bucket(plan) if bucket is None else int(bucket),
-        int(reuse or 0),
+        kept,
         DEFAULT_MAX_LIVE if live is None else int(live),
     )
 

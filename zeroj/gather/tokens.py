@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zeroj.gather import lazy
 from zeroj.gather.kept import Kept, Key, Near
 from zeroj.gather.lazy import Shard
 from zeroj.plan.rules import Placement
@@ -38,12 +39,12 @@ class Gathers:
         gather: makes a whole parameter from a stored shard.
         bucket: elements that are gathered together, one bucket ahead of their use.
         reuse: a whole parameter is used again, rather than gathered again, while at most this many elements
-            were gathered since; 0 means only within its bucket.
+            were gathered since; 0 means only within its bucket, infinity that it is kept to the end.
         free_start: whether the first bucket waits for nothing: in a loop's body XLA can then start its gathers
             in the iteration before.
     """
 
-    def __init__(self, gather: Gather, bucket: int, reuse: int = 0, free_start: bool = False) -> None:
+    def __init__(self, gather: Gather, bucket: int, reuse: float = 0, free_start: bool = False) -> None:
         self._gather = gather
         self.bucket = bucket
         self.reuse = reuse
@@ -57,8 +58,8 @@ class Gathers:
         self._in_bucket = 0
         self._opens = False
         self._unheld = 0
+        self._outer: list[tuple[bool, float]] = []
         self._in_region = False
-        self._outer_reuse = reuse
         self._whole: dict[tuple[int, str], tuple[int, Shard, jax.Array]] = {}
         self.kept: Kept = {}
 
@@ -74,11 +75,11 @@ class Gathers:
         self._total += size
         self._in_bucket += size
         kept = {key: self.kept[Key(*key)].value for key in new if Key(*key) in self.kept}
-        arrays = [kept[key] if key in kept else s.array.astype(s.dtype) for key, s in new.items()]
+        arrays = [kept[key] if key in kept else lazy.stored(s) for key, s in new.items()]
         if self._total > size or not self.free_start:
             arrays, self.gate = jax.lax.optimization_barrier((arrays, self.gate))
         for (key, shard), array in zip(new.items(), arrays, strict=True):
-            near = array if key in kept else self._gather.near(array, shard.placement)
+            near = array if key in kept else self._gather.near(lazy.fetched(array, shard), shard.placement)
             if key not in kept and shard.placement.wire.kept:
                 self.kept[Key(*key)] = Near(shard, near)
             self._whole[key] = (self._total, shard, self._gather.gather(near, shard.placement, shard.dtype))
@@ -128,8 +129,10 @@ class Gathers:
                 together), otherwise bucket by bucket.
             max_live: in elements.
         """
+        self._outer.append((self._in_region, self.reuse))
         self._in_region = True
-        self._outer_reuse, self.reuse, self._whole = self.reuse, max_live, {}
+        if self.reuse != math.inf:
+            self.reuse, self._whole = max_live, {}
         if shards:
             self._open()
             if 2 * sum(shard.size for shard in shards) <= max_live:
@@ -138,10 +141,15 @@ class Gathers:
 
     def leave_region(self) -> None:
         """Ends the region: nothing that it gathered is used again."""
-        self._in_region = False
-        self.reuse, self._whole = self._outer_reuse, {}
+        self._in_region, self.reuse = self._outer.pop()
+        if self.reuse != math.inf:
+            self._whole = {}
         if self._total:
             self._open()
+
+    def have(self, shard: Shard, whole: jax.Array) -> None:
+        """Takes note of a parameter that was gathered elsewhere."""
+        self._whole[_key(shard)] = (self._total, shard, whole)
 
     def whole(self, shard: Shard) -> jax.Array:
         """The gathered parameter. It must have been issued."""

@@ -135,6 +135,12 @@ class Constraint(Reduction):
         sharding = NamedSharding(self.mesh, self.placement.spec)
         return jax.lax.with_sharding_constraint(stored, sharding).astype(value.dtype)
 
+    def zero(self, dtype: Any) -> jax.Array:
+        """Zeros where the sum belongs."""
+        assert self.mesh is not None
+        sharding = NamedSharding(self.mesh, self.placement.spec)
+        return jax.lax.with_sharding_constraint(jnp.zeros(self.placement.padded, dtype), sharding)
+
 
 class GlobalView:
     """The loss sees the whole batch, as under plain pjit."""

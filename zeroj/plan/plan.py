@@ -16,69 +16,24 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zeroj.config.zero import Zero
 from zeroj.errors import PlanError
-from zeroj.plan import tree
+from zeroj.plan import offload, tree
 from zeroj.plan.groups import group_mesh, sharding_axes
+from zeroj.plan.leaves import STAGES as STAGES
+from zeroj.plan.leaves import ParamLeaf as ParamLeaf
+from zeroj.plan.leaves import Stage as Stage
+from zeroj.plan.leaves import StateLeaf as StateLeaf
 from zeroj.plan.mesh import zero_axes_of
 from zeroj.plan.precision import Precision, make_precision
 from zeroj.plan.rules import Placement, auto_threshold, place
 from zeroj.plan.wire import wire_of
 
 #: What ``Zero.needs()`` may name that plans can do.
-SUPPORTED = frozenset({"zero++:hpZ", "zero++:qwZ", "zero++:qgZ", "mics"})
-
-
-@dataclass(frozen=True)
-class Stage:
-    """What one ZeRO stage shards. True: each device holds its part; False: each device holds the whole."""
-
-    params: bool
-    grads: bool
-    accumulator: bool
-    opt_state: bool
-
-
-#: The stage table of ZeRO (arXiv 1910.02054, section 5). ``grads`` is what leaves the last micro-batch,
-#: ``accumulator`` what the micro-batches before it add up in.
-STAGES = {
-    0: Stage(params=False, grads=False, accumulator=False, opt_state=False),
-    1: Stage(params=False, grads=True, accumulator=False, opt_state=True),
-    2: Stage(params=False, grads=True, accumulator=True, opt_state=True),
-    3: Stage(params=True, grads=True, accumulator=True, opt_state=True),
-}
-
-
-@dataclass(frozen=True)
-class ParamLeaf:
-    """One leaf of params: the user's view of it, and its shard.
-
-    Attributes:
-        path: its path in the user's tree, such as "blocks/0/kernel".
-        keys: the same path as JAX key entries.
-        dtype: the user's dtype.
-        placement: where its shard lives, wherever the stage shards it.
-        trainable: whether it has a gradient and optimizer state.
-    """
-
-    path: str
-    keys: tuple[Any, ...]
-    dtype: np.dtype
-    placement: Placement
-    trainable: bool
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The user's shape."""
-        return self.placement.shape
-
-
-@dataclass(frozen=True)
-class StateLeaf:
-    """One leaf of the optimizer's state: ``of`` is the path of the param that it mirrors, or empty."""
-
-    path: str
-    dtype: np.dtype
-    placement: Placement
-    of: str = ""
+SUPPORTED = frozenset(
+    {
+        *("offload_optimizer:cpu", "offload_optimizer:ratio", "offload_param:cpu"),
+        *("zero++:hpZ", "zero++:qwZ", "zero++:qgZ", "mics"),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -117,26 +72,40 @@ class Plan:
 
     @property
     def has_master(self) -> bool:
-        """Whether the optimizer's state holds an fp32 master (at stage 3 the params themselves are it)."""
-        return self.precision.has_master and not self.stage.params
+        """Whether the optimizer's state holds an fp32 master.
+
+        At stage 3 the params themselves are it, unless the optimizer's state lives in host memory: then the
+        master does too, and the device holds shards of the params in the compute dtype.
+        """
+        return self.precision.has_master and (not self.stage.params or offload.state_on_host(self.zero))
+
+    @cached_property
+    def streams(self) -> bool:
+        """Whether anything that an update changes lives in host memory, and so is streamed through the device."""
+        return any(leaf.state_memory or leaf.param_memory for leaf in self.leaves)
 
     # -- placements, in the order of ``leaves`` ----------------------------------------------------
 
     def param_placement(self, leaf: ParamLeaf) -> Placement:
         """Where the stored param lives."""
-        return leaf.placement if self.stage.params else leaf.placement.whole()
+        return leaf.placement.at(leaf.param_memory) if self.stage.params else leaf.placement.whole()
 
     def grad_placement(self, leaf: ParamLeaf) -> Placement:
         """Where the reduced gradient lives."""
         return leaf.placement if self.stage.grads else leaf.placement.whole()
 
     def master_placement(self, leaf: ParamLeaf) -> Placement:
-        """Where the fp32 master, and all that mirrors the param in the optimizer's state, lives."""
-        return leaf.placement if self.stage.opt_state else leaf.placement.whole()
+        """Where what the optimizer updates lives: the fp32 master, or the param that is its own master."""
+        placement = self.state_placement(leaf)
+        return placement if self.has_master else placement.at(leaf.param_memory)
+
+    def state_placement(self, leaf: ParamLeaf) -> Placement:
+        """Where all that mirrors the param in the optimizer's state lives."""
+        return (leaf.placement if self.stage.opt_state else leaf.placement.whole()).at(leaf.state_memory)
 
     def param_dtype(self, leaf: ParamLeaf) -> np.dtype:
-        """The dtype of the stored param: the master's where params are sharded, else the compute dtype."""
-        keep_master = self.stage.params and leaf.trainable
+        """The dtype of the stored param: the master's where it is its own master, else the compute dtype."""
+        keep_master = leaf.trainable and not self.has_master
         return self.precision.master(leaf.dtype) if keep_master else self.precision.compute(leaf.dtype)
 
     def master_dtype(self, leaf: ParamLeaf) -> np.dtype:
@@ -147,8 +116,8 @@ class Plan:
     # -- pytrees ------------------------------------------------------------------------------------
 
     def sharding(self, placement: Placement) -> NamedSharding:
-        """The NamedSharding of one placement."""
-        return NamedSharding(self.mesh, placement.spec)
+        """The NamedSharding of one placement, memory kind included."""
+        return NamedSharding(self.mesh, placement.spec, memory_kind=placement.memory or None)
 
     @property
     def replicated(self) -> NamedSharding:
@@ -294,13 +263,15 @@ def _with_state(plan: Plan, tx: optax.GradientTransformation) -> Plan:
     state_leaves = []
     for path, entry in flat.items():
         param = tree.mirrored(entry.keys, by_keys)
+        owner = "" if param is None else param.path
         if param is not None and param.shape == entry.shape:
-            placement, of = plan.master_placement(param), param.path
+            placement, of = plan.state_placement(param), param.path
         else:
             placement, of = place(entry.shape, sizes, threshold=plan.threshold), ""
             placement = placement if plan.stage.opt_state else placement.whole()
-        state_leaves.append(StateLeaf(path, np.dtype(entry.dtype), placement, of))
-    return replace(plan, state_leaves=tuple(state_leaves), state_treedef=treedef, concrete_init=concrete)
+        state_leaves.append(StateLeaf(path, np.dtype(entry.dtype), placement, of, owner))
+    whole = replace(plan, state_leaves=tuple(state_leaves), state_treedef=treedef, concrete_init=concrete)
+    return offload.offloaded(whole)
 
 
 def _threshold(zero: Zero, sizes: list[int], degree: int) -> int:

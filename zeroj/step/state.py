@@ -14,6 +14,7 @@ from zeroj.collectives import plain
 from zeroj.config.precision import LossScale
 from zeroj.errors import PlanError
 from zeroj.gather.inputs import check_params
+from zeroj.optimizer.birth import born_in_files
 from zeroj.optimizer.zero import first_state, masters_of, params_from_masters, wrap_optimizer
 from zeroj.plan import tree
 from zeroj.plan.mesh import traced_on
@@ -95,16 +96,23 @@ def init_state(
     wrapped = wrap_optimizer(tx, plan)
     struct = abstract_state(tx, plan, loss_scale=loss_scale)
     shardings = jax.tree.map(lambda s: s.sharding, struct)
-    if callable(params_or_init_fn):
-        masters = birth(plan, params_or_init_fn)()
+    values: Any = birth(plan, params_or_init_fn)() if callable(params_or_init_fn) else None
+    given = None if callable(params_or_init_fn) else _user_values(plan, params_or_init_fn)
+
+    def master_of(i: int) -> jax.Array:
+        leaf = plan.leaves[i]
+        if given is None:
+            value, values[i] = values[i], None
+            return value
+        return _place(plan, leaf, given[i], plan.master_placement(leaf), plan.master_dtype(leaf))
+
+    if plan.spills:
+        params, opt_state = born_in_files(wrapped.user_tx, plan, master_of)
     else:
-        masters = [
-            _place(plan, leaf, value, plan.master_placement(leaf), plan.master_dtype(leaf))
-            for leaf, value in zip(plan.leaves, _user_values(plan, params_or_init_fn), strict=True)
-        ]
-    opt_state = _first_opt_state(wrapped, plan, masters, shardings.opt_state)
-    to_params = traced_on(plan.mesh, partial(params_from_masters, plan))
-    params = jax.jit(to_params, out_shardings=shardings.params)(masters)
+        masters = [master_of(i) for i in range(len(plan.leaves))]
+        opt_state = _first_opt_state(wrapped, plan, masters, shardings.opt_state)
+        to_params = traced_on(plan.mesh, partial(params_from_masters, plan))
+        params = jax.jit(to_params, out_shardings=shardings.params)(masters)
     scaler = init_scale(loss_scale or default_scaling(plan.precision.name))
     step, skipped, scale, key = _small(plan, (np.int32(0), np.int32(0), scaler), rng)
     return TrainState(params, opt_state, step, skipped, scale, key)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from zeroj import _compat
 from zeroj.errors import PlanError
@@ -31,6 +32,7 @@ class Const:
 class Op:
     """One equation of the program, its calls walked into: operands are numbers of values, or constants."""
 
+    name: str
     run: Callable[[list[Any]], list[Any]]
     operands: tuple[int | Const, ...]
     outputs: tuple[int, ...]
@@ -58,7 +60,7 @@ class Flow:
         self._collected: set[int] = set()
         self._owner: list[int | None] = list(owner)
         self._sources: list[frozenset[int]] = [frozenset() if k is None else frozenset((k,)) for k in owner]
-        self._size = [math.prod(v.aval.shape) for v in program.jaxpr.invars]
+        self._shape: list[tuple[int, ...]] = [tuple(v.aval.shape) for v in program.jaxpr.invars]
         self._made_by: dict[int, int] = {}
         self.outs = self._walk(program, list(range(self.num_inputs)))
 
@@ -72,9 +74,13 @@ class Flow:
         """The group that alone can make ``value``, or None where every part can."""
         return None if isinstance(value, Const) or value in self.exported else self._owner[value]
 
+    def shape(self, operand: int | Const) -> tuple[int, ...]:
+        """The shape of a value."""
+        return tuple(np.shape(operand.value)) if isinstance(operand, Const) else self._shape[operand]
+
     def is_small(self, value: int) -> bool:
         """Whether ``value`` may be shared."""
-        return self._size[value] <= self._small or value in self._collected
+        return math.prod(self._shape[value]) <= self._small or value in self._collected
 
     def shareable(self, value: int) -> bool:
         """Whether the shared phase makes ``value``: parts take it from there."""
@@ -150,7 +156,7 @@ class Flow:
             elif eqn.primitive.name == "cond" and len(self._owners(operands)) > 1:
                 outs = self._cond(eqn, operands)
             else:
-                outs = self._op(_binder(eqn), operands, [v.aval for v in eqn.outvars])
+                outs = self._op(eqn.primitive.name, _binder(eqn), operands, [v.aval for v in eqn.outvars])
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
@@ -163,28 +169,30 @@ class Flow:
             if isinstance(cases[0], int) and all(case == cases[0] for case in cases[1:]):
                 outs.append(cases[0])
             else:
-                outs += self._op(_select, [index, *cases], [var.aval])
+                outs += self._op("select_n", _select, [index, *cases], [var.aval])
         return outs
 
     def _op(
         self,
+        name: str,
         run: Callable[[list[Any]], list[Any]],
         operands: Sequence[int | Const],
         avals: Sequence[Any],
     ) -> list[int | Const]:
         """Adds an operation and decides who owns its results."""
         values = [v for v in operands if isinstance(v, int)]
-        sizes = [math.prod(getattr(aval, "shape", ())) for aval in avals]
-        collects = max(sizes, default=0) <= len(values)  # one number of each leaf, stacked
-        owner = self._decide(values, 0 if collects else max(sizes, default=0))
+        shapes = [tuple(getattr(aval, "shape", ())) for aval in avals]
+        size = max(map(math.prod, shapes), default=0)
+        collects = size <= len(values)  # one number of each leaf, stacked
+        owner = self._decide(values, 0 if collects else size)
         sources = frozenset().union(*(self._sources[v] for v in values))
         outs = tuple(range(len(self._owner), len(self._owner) + len(avals)))
         self._owner += [owner] * len(outs)
         self._sources += [sources] * len(outs)
-        self._size += sizes
+        self._shape += shapes
         self._collected |= set(outs) if collects else set()
         self._made_by.update(dict.fromkeys(outs, len(self.ops)))
-        self.ops.append(Op(run, tuple(operands), outs))
+        self.ops.append(Op(name, run, tuple(operands), outs))
         return list(outs)
 
     def _decide(self, values: list[int], size: int) -> int | None:
@@ -218,6 +226,7 @@ def _select(args: list[Any]) -> list[Any]:
 
 
 def value_of(operand: int | Const, known: dict[int, Any], read: Read) -> Any:
+    """An operand's value: the constant, what is known, or the input, which is known from then on."""
     if isinstance(operand, Const):
         return operand.value
     if operand not in known:
@@ -226,4 +235,5 @@ def value_of(operand: int | Const, known: dict[int, Any], read: Read) -> Any:
 
 
 def run_op(op: Op, known: dict[int, Any], read: Read) -> dict[int, Any]:
+    """The operation's results by value."""
     return dict(zip(op.outputs, op.run([value_of(v, known, read) for v in op.operands]), strict=True))

@@ -31,6 +31,7 @@ class SplitUpdate:
         outputs: for each group the outputs that its part makes.
         shared_inputs: inputs of leaves that the shared phase reads.
         shared_outputs: outputs that the shared phase makes (counters, and what mixes leaves).
+        flow: the whole update as a list of operations.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -38,7 +39,7 @@ class SplitUpdate:
     outputs: tuple[tuple[int, ...], ...]
     shared_inputs: tuple[int, ...]
     shared_outputs: tuple[int, ...]
-    _flow: Flow
+    flow: Flow
     _wanted: tuple[int, ...]
 
     def shared(self, read: Read) -> tuple[dict[int, Any], dict[int, Any]]:
@@ -51,12 +52,12 @@ class SplitUpdate:
         known: dict[int, Any] = {}
         keep = set(self._wanted)
         for value in self._wanted:
-            for op in self._flow.closure([value], known):
+            for op in self.flow.closure([value], known):
                 known.update(run_op(op, known, read))
             if value not in known:
                 known[value] = read(value)
             known = {v: x for v, x in known.items() if v in keep}
-        return known, {i: value_of(self._flow.outs[i], known, read) for i in self.shared_outputs}
+        return known, {i: value_of(self.flow.outs[i], known, read) for i in self.shared_outputs}
 
     def part(self, group: int, read: Read, shared: dict[int, Any]) -> dict[int, Any]:
         """One group's part: its outputs by index.
@@ -67,9 +68,9 @@ class SplitUpdate:
             shared: what :meth:`shared` gave first.
         """
         known = dict(shared)
-        for op in self._flow.closure(self._flow.values(self.outputs[group]), known):
+        for op in self.flow.closure(self.flow.values(self.outputs[group]), known):
             known.update(run_op(op, known, read))
-        return {i: value_of(self._flow.outs[i], known, read) for i in self.outputs[group]}
+        return {i: value_of(self.flow.outs[i], known, read) for i in self.outputs[group]}
 
 
 def split_update(

@@ -1,9 +1,4 @@
-"""Any optax transformation over sharded state: it sees global arrays in the user's shapes.
-
-The transformation runs under ``jit``, outside ``shard_map``: a global norm, a factored mean or a
-Newton-Schulz iteration is over the whole array, whatever its layout. Stored arrays may be padded; the padding
-is cut off before the transformation sees them and put back after it.
-"""
+"""Any optax transformation over state that lives where a plan says."""
 
 from __future__ import annotations
 
@@ -12,16 +7,34 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from zeroj.collectives import plain
 from zeroj.errors import PlanError
+from zeroj.optimizer.stream import streamed
+from zeroj.optimizer.update import (
+    Arrays,
+    at_once,
+    master_view,
+    on_device,
+    params_from_masters,
+    store,
+    store_state,
+    unflatten,
+)
 from zeroj.plan import tree
 from zeroj.plan.mesh import traced_on
 from zeroj.plan.plan import ParamLeaf, Plan, check_tx
-from zeroj.plan.rules import Placement
 from zeroj.plan.tree import ZeroOptState
+
+__all__ = [
+    "ZeroOptimizer",
+    "apply_gradients",
+    "first_state",
+    "masters_of",
+    "params_from_masters",
+    "wrap_optimizer",
+]
 
 
 class ZeroOptimizer(optax.GradientTransformationExtraArgs):
@@ -80,14 +93,15 @@ def masters_of(plan: Plan, params: Any) -> list[jax.Array]:
     """What the optimizer updates, one array per leaf, from stored params or params in the user's shapes."""
     flat = plan.treedef.flatten_up_to(params)
     return [
-        _store(plan, plan.master_placement(leaf), _master_view(plan, leaf, value), plan.master_dtype(leaf))
+        store(plan, plan.master_placement(leaf), master_view(plan, leaf, value), plan.master_dtype(leaf))
         for leaf, value in zip(plan.leaves, flat, strict=True)
     ]
 
 
 def first_state(tx: optax.GradientTransformation, plan: Plan, masters: list[jax.Array]) -> ZeroOptState:
     """The optimizer's first state from :func:`masters_of`."""
-    views = [plain.unpad(m, plan.master_placement(x)) for m, x in zip(masters, plan.leaves, strict=True)]
+    placements = [plan.master_placement(leaf) for leaf in plan.leaves]
+    views = [plain.unpad(on_device(m, p), p) for m, p in zip(masters, placements, strict=True)]
     inner = store_state(plan, tx.init(tree.trainable_only(plan, plan.treedef.unflatten(views))))
     master = tree.trainable_only(plan, plan.treedef.unflatten(masters)) if plan.has_master else ()
     return ZeroOptState(master, inner)
@@ -116,92 +130,17 @@ def apply_gradients(
         **extra: passed on to ``tx.update``.
     """
     flat_params = plan.treedef.flatten_up_to(params)
+    live = [i for i, leaf in enumerate(plan.leaves) if leaf.trainable]
+    masters = plan.treedef.flatten_up_to(state.master) if plan.has_master else flat_params
     flat_grads = plan.treedef.flatten_up_to(grads)
-    masters = plan.treedef.flatten_up_to(state.master) if plan.has_master else [None] * len(plan.leaves)
-    views: list[Any] = []
-    seen: list[Any] = []
-    for leaf, param, grad, master in zip(plan.leaves, flat_params, flat_grads, masters, strict=True):
-        if not leaf.trainable:
-            views.append(optax.MaskedNode())
-            seen.append(optax.MaskedNode())
-            continue
-        views.append(_master_view(plan, leaf, param if master is None else master))
-        seen.append(plain.unpad(grad, plan.grad_placement(leaf)).astype(plan.precision.gradient(leaf.dtype)))
-    before = plan.treedef.unflatten(views)
-    inner_before = load_state(plan, state.inner)
-    updates, inner = tx.update(plan.treedef.unflatten(seen), inner_before, before, **extra)
-    updated = optax.apply_updates(before, updates)
-    if applied is not None:
-        updated, inner = jax.tree.map(
-            lambda new, old: jnp.where(applied, new, old), (updated, inner), (before, inner_before)
-        )
-    after = plan.treedef.flatten_up_to(updated)
-    shards = [
-        _store(plan, plan.master_placement(leaf), value, plan.master_dtype(leaf))
-        if leaf.trainable
-        else optax.MaskedNode()
-        for leaf, value in zip(plan.leaves, after, strict=True)
-    ]
-    new_params = params_from_masters(plan, shards, flat_params)
-    master = plan.treedef.unflatten(shards) if plan.has_master else ()
-    return new_params, ZeroOptState(master, store_state(plan, inner))
-
-
-def store_state(plan: Plan, inner: Any) -> Any:
-    """The transformation's state in stored shapes and in its place."""
-    flat = plan.state_treedef.flatten_up_to(inner)
-    stored = [_store(plan, s.placement, v, s.dtype) for s, v in zip(plan.state_leaves, flat, strict=True)]
-    return plan.state_treedef.unflatten(stored)
-
-
-def load_state(plan: Plan, inner: Any) -> Any:
-    """The transformation's state in the shapes that it knows."""
-    flat = plan.state_treedef.flatten_up_to(inner)
-    seen = [plain.unpad(v, s.placement) for s, v in zip(plan.state_leaves, flat, strict=True)]
-    return plan.state_treedef.unflatten(seen)
-
-
-def params_from_masters(plan: Plan, shards: list[Any], old: list[Any] | None = None) -> Any:
-    """Stored params from masters: the masters themselves, or gathered whole in the compute dtype.
-
-    Args:
-        plan: the plan.
-        shards: one master per leaf.
-        old: stored params from which frozen leaves are taken; left out, they come from ``shards`` too.
-    """
-    live = [i for i, leaf in enumerate(plan.leaves) if leaf.trainable or old is None]
-    new = list(shards if old is None else old)
-    if plan.stage.params or not plan.stage.opt_state:
-        for i in live:
-            new[i] = shards[i].astype(plan.param_dtype(plan.leaves[i]))
-        return plan.treedef.unflatten(new)
-    cast = [shards[i].astype(plan.param_dtype(plan.leaves[i])) for i in live]
-    placements = [plan.master_placement(plan.leaves[i]) for i in live]
-    gathered = jax.shard_map(
-        lambda values: [plain.gather(v, p) for v, p in zip(values, placements, strict=True)],
-        mesh=plan.mesh,
-        in_specs=([p.zero_spec for p in placements],),
-        out_specs=[p.whole().zero_spec for p in placements],
-        axis_names=set(plan.zero_axes),
-        check_vma=False,
-    )(cast)
-    for i, value in zip(live, gathered, strict=True):
-        new[i] = value
-    return plan.treedef.unflatten(new)
-
-
-def _master_view(plan: Plan, leaf: ParamLeaf, value: jax.Array) -> jax.Array:
-    """A param or master as the optimizer sees it: the user's shape, the master's dtype, sharded as its state."""
-    placement = plan.master_placement(leaf)
-    if value.shape == leaf.shape:
-        value = plain.pad(value, placement)
-    value = jax.lax.with_sharding_constraint(value, plan.sharding(placement))
-    return plain.unpad(value, placement).astype(plan.master_dtype(leaf))
-
-
-def _store(plan: Plan, placement: Placement, value: Any, dtype: np.dtype) -> jax.Array:
-    value = plain.pad(jnp.asarray(value, dtype), placement)
-    return jax.lax.with_sharding_constraint(value, plan.sharding(placement))
+    inner = plan.state_treedef.flatten_up_to(state.inner)
+    arrays = Arrays([flat_params[i] for i in live], [masters[i] for i in live], inner)
+    update = streamed if plan.streams else at_once
+    new = update(tx, plan, arrays, [flat_grads[i] for i in live], applied, extra)
+    for i, value in zip(live, new.params, strict=True):
+        flat_params[i] = value
+    master = unflatten(plan, new.masters) if plan.has_master else ()
+    return plan.treedef.unflatten(flat_params), ZeroOptState(master, plan.state_treedef.unflatten(new.inner))
 
 
 def _differences(plan: Plan, new: Any, old: Any) -> Any:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from zeroj.plan.rules import Placement
 
@@ -73,9 +75,20 @@ def memory_report(plan: Plan) -> MemoryReport:
             for leaf in live
         ],
     }
-    shards = {part: sum(shard_bytes(plan, p, d) for p, d in rows) for part, rows in parts.items()}
+    shards = {
+        part: sum(shard_bytes(plan, p, d) for p, d in rows if not p.memory) for part, rows in parts.items()
+    }
+    held = {part: sum(shard_bytes(plan, p, d) for p, d in rows if p.memory) for part, rows in parts.items()}
+    host = {part: count * devices_per_host(plan.mesh) for part, count in held.items() if count}
     whole = {part: sum(math.prod(p.shape) * d.itemsize for p, d in rows) for part, rows in parts.items()}
-    return MemoryReport(device=shards, whole=whole)
+    return MemoryReport(device=shards, host=host, whole=whole)
+
+
+def devices_per_host(mesh: Any) -> int:
+    """Devices of the mesh that share a host: of a mesh without devices, those along all axes but "node"."""
+    if isinstance(mesh, Mesh):
+        return max(Counter(device.process_index for device in mesh.devices.flat).values())
+    return math.prod(size for axis, size in mesh.shape.items() if axis != "node")
 
 
 def shard_bytes(plan: Plan, placement: Placement, dtype: np.dtype) -> int:

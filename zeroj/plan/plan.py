@@ -15,10 +15,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zeroj.config.zero import Zero
 from zeroj.errors import PlanError
-from zeroj.plan import tree
+from zeroj.plan import offload, tree
 from zeroj.plan.mesh import zero_axes_of
 from zeroj.plan.precision import Precision, make_precision
 from zeroj.plan.rules import Placement, auto_threshold, place
+
+#: What ``Zero.needs()`` may name that plans can do.
+SUPPORTED = frozenset({"offload_optimizer:cpu", "offload_optimizer:ratio"})
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class ParamLeaf:
         dtype: the user's dtype.
         placement: where its shard lives, wherever the stage shards it.
         trainable: whether it has a gradient and optimizer state.
+        state_memory: the memory kind of its optimizer state and fp32 master; empty: the device's own.
     """
 
     path: str
@@ -58,6 +62,7 @@ class ParamLeaf:
     dtype: np.dtype
     placement: Placement
     trainable: bool
+    state_memory: str = ""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -67,12 +72,21 @@ class ParamLeaf:
 
 @dataclass(frozen=True)
 class StateLeaf:
-    """One leaf of the optimizer's state: ``of`` is the path of the param that it mirrors, or empty."""
+    """One leaf of the optimizer's state.
+
+    Attributes:
+        path: its path in the optimizer's state.
+        dtype: its dtype.
+        placement: where it lives.
+        of: the path of the param that it mirrors, shape and all, or empty.
+        owner: the path of the param that it belongs to, whatever its shape, or empty.
+    """
 
     path: str
     dtype: np.dtype
     placement: Placement
     of: str = ""
+    owner: str = ""
 
 
 @dataclass(frozen=True)
@@ -105,8 +119,17 @@ class Plan:
 
     @property
     def has_master(self) -> bool:
-        """Whether the optimizer's state holds an fp32 master (at stage 3 the params themselves are it)."""
-        return self.precision.half and not self.stage.params
+        """Whether the optimizer's state holds an fp32 master.
+
+        At stage 3 the params themselves are it, unless the optimizer's state lives in host memory: then the
+        master does too, and the device holds shards of the params in the compute dtype.
+        """
+        return self.precision.half and (not self.stage.params or offload.state_on_host(self.zero))
+
+    @cached_property
+    def streams(self) -> bool:
+        """Whether any of the optimizer's state lives in host memory, and so is streamed through the device."""
+        return any(leaf.state_memory for leaf in self.leaves)
 
     # -- placements, in the order of ``leaves`` ----------------------------------------------------
 
@@ -119,12 +142,16 @@ class Plan:
         return leaf.placement if self.stage.grads else leaf.placement.whole()
 
     def master_placement(self, leaf: ParamLeaf) -> Placement:
-        """Where the fp32 master, and all that mirrors the param in the optimizer's state, lives."""
-        return leaf.placement if self.stage.opt_state else leaf.placement.whole()
+        """Where what the optimizer updates lives: the fp32 master, or the param that is its own master."""
+        return self.state_placement(leaf) if self.has_master else self.state_placement(leaf).at("")
+
+    def state_placement(self, leaf: ParamLeaf) -> Placement:
+        """Where all that mirrors the param in the optimizer's state lives."""
+        return (leaf.placement if self.stage.opt_state else leaf.placement.whole()).at(leaf.state_memory)
 
     def param_dtype(self, leaf: ParamLeaf) -> np.dtype:
-        """The dtype of the stored param: the master's where params are sharded, else the compute dtype."""
-        keep_master = self.stage.params and leaf.trainable
+        """The dtype of the stored param: the master's where it is its own master, else the compute dtype."""
+        keep_master = leaf.trainable and not self.has_master
         return self.precision.master(leaf.dtype) if keep_master else self.precision.compute(leaf.dtype)
 
     def master_dtype(self, leaf: ParamLeaf) -> np.dtype:
@@ -135,8 +162,8 @@ class Plan:
     # -- pytrees ------------------------------------------------------------------------------------
 
     def sharding(self, placement: Placement) -> NamedSharding:
-        """The NamedSharding of one placement."""
-        return NamedSharding(self.mesh, placement.spec)
+        """The NamedSharding of one placement, memory kind included."""
+        return NamedSharding(self.mesh, placement.spec, memory_kind=placement.memory or None)
 
     @property
     def replicated(self) -> NamedSharding:
@@ -237,9 +264,10 @@ def make_plan(
     zero = Zero() if zero is None else zero if isinstance(zero, Zero) else Zero(**dict(zero))
     policy = precision if isinstance(precision, Precision) else make_precision(precision)
     check_tx(tx)
-    if zero.needs():
+    lacking = [need for need in zero.needs() if need not in SUPPORTED]
+    if lacking:
         raise PlanError(
-            "This zero_optimization asks for what zeroj does not do yet: " + ", ".join(zero.needs()) + "."
+            "This zero_optimization asks for what zeroj does not do yet: " + ", ".join(lacking) + "."
         )
     axes = zero_axes_of(mesh, zero_axes)
     mesh = tree.auto_mesh(mesh)
@@ -280,13 +308,15 @@ def _with_state(plan: Plan, tx: optax.GradientTransformation) -> Plan:
     state_leaves = []
     for path, entry in flat.items():
         param = tree.mirrored(entry.keys, by_keys)
+        owner = "" if param is None else param.path
         if param is not None and param.shape == entry.shape:
-            placement, of = plan.master_placement(param), param.path
+            placement, of = plan.state_placement(param), param.path
         else:
             placement, of = place(entry.shape, sizes, threshold=plan.threshold), ""
             placement = placement if plan.stage.opt_state else placement.whole()
-        state_leaves.append(StateLeaf(path, np.dtype(entry.dtype), placement, of))
-    return replace(plan, state_leaves=tuple(state_leaves), state_treedef=treedef, concrete_init=concrete)
+        state_leaves.append(StateLeaf(path, np.dtype(entry.dtype), placement, of, owner))
+    whole = replace(plan, state_leaves=tuple(state_leaves), state_treedef=treedef, concrete_init=concrete)
+    return offload.offloaded(whole)
 
 
 def _threshold(zero: Zero, sizes: list[int], degree: int) -> int:

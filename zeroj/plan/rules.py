@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax.sharding import PartitionSpec
 
@@ -29,6 +29,7 @@ class Placement:
         dims: (dim, axes) for each sharded dim; empty for a leaf that every device holds whole.
         model: for each dim the axes of the user's own model parallelism on it, or None.
         note: why the leaf is whole, or what was padded; empty when there is nothing to say.
+        memory: the memory kind that the stored array lives in; empty: the device's own.
     """
 
     shape: tuple[int, ...]
@@ -36,6 +37,7 @@ class Placement:
     dims: tuple[tuple[int, tuple[str, ...]], ...] = ()
     model: tuple[tuple[str, ...] | None, ...] = ()
     note: str = ""
+    memory: str = ""
 
     @property
     def sharded(self) -> bool:
@@ -66,19 +68,29 @@ class Placement:
         """The same leaf, held whole by every device."""
         return Placement(self.shape, self.shape, (), self.model, note)
 
+    def at(self, memory: str) -> Placement:
+        """The same leaf, stored in another memory kind; empty: the device's own."""
+        return replace(self, memory=memory)
+
+    def cut(self, dim: int, size: int) -> Placement:
+        """The placement of a piece of ``size`` along ``dim``, which must be neither sharded nor padded."""
+        shape, padded = list(self.shape), list(self.padded)
+        shape[dim] = padded[dim] = size
+        return replace(self, shape=tuple(shape), padded=tuple(padded))
+
     def without_dim0(self) -> Placement:
         """The placement of one slice of a stack of layers. Dim 0 must not be sharded."""
         assert all(dim > 0 for dim, _ in self.dims)
         dims = tuple((dim - 1, axes) for dim, axes in self.dims)
-        return Placement(self.shape[1:], self.padded[1:], dims, self.model[1:], self.note)
+        return replace(self, shape=self.shape[1:], padded=self.padded[1:], dims=dims, model=self.model[1:])
 
     def transposed(self, permutation: Sequence[int]) -> Placement:
         """The placement after ``jax.lax.transpose`` by ``permutation``."""
         new_dim = {old: new for new, old in enumerate(permutation)}
-        pick = [self.shape[p] for p in permutation], [self.padded[p] for p in permutation]
+        shape, padded = (tuple(sizes[p] for p in permutation) for sizes in (self.shape, self.padded))
         model = tuple(self.model[p] for p in permutation) if self.model else ()
         dims = tuple((new_dim[dim], axes) for dim, axes in self.dims)
-        return Placement(tuple(pick[0]), tuple(pick[1]), dims, model, self.note)
+        return replace(self, shape=shape, padded=padded, dims=dims, model=model)
 
 
 def place(

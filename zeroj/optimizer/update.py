@@ -1,0 +1,171 @@
+"""One update of all leaves at once, on global arrays in the user's shapes.
+
+The transformation runs under ``jit``, outside ``shard_map``: a global norm, a factored mean or a
+Newton-Schulz iteration is over the whole array, whatever its layout. Stored arrays may be padded; the padding
+is cut off before the transformation sees them and put back after it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from zeroj.collectives import plain
+from zeroj.plan.plan import ParamLeaf, Plan
+from zeroj.plan.rules import Placement
+
+
+class Arrays(NamedTuple):
+    """What an update changes.
+
+    Attributes:
+        params: stored params, of trainable leaves.
+        masters: what is updated: their fp32 masters, or the same params where those are their own.
+        inner: the leaves of the transformation's state.
+    """
+
+    params: list[jax.Array]
+    masters: list[jax.Array]
+    inner: list[jax.Array]
+
+
+def at_once(
+    tx: optax.GradientTransformationExtraArgs,
+    plan: Plan,
+    arrays: Arrays,
+    grads: list[jax.Array],
+    applied: jax.Array | None,
+    extra: dict[str, Any],
+) -> Arrays:
+    """The update of a plan whose state is all on the device; see :func:`updated`."""
+    masters, inner = updated(tx, plan, arrays.masters, grads, arrays.inner, applied, extra)
+    live = [leaf for leaf in plan.leaves if leaf.trainable]
+    return Arrays(as_params(plan, live, masters), masters, inner)
+
+
+def updated(
+    tx: optax.GradientTransformationExtraArgs,
+    plan: Plan,
+    masters: list[jax.Array],
+    grads: list[jax.Array],
+    inner: list[jax.Array],
+    applied: jax.Array | None,
+    extra: dict[str, Any],
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """One update of stored arrays on the device. Returns the new masters and the new state, as lists.
+
+    Args:
+        tx: the user's transformation.
+        plan: where everything lives; memory kinds are not looked at.
+        masters: what is updated, one array per trainable leaf: the fp32 master, or the stored param.
+        grads: their gradients.
+        inner: the leaves of the transformation's state.
+        applied: bool scalar; where it is False everything stays as it is. None: the update is always made.
+        extra: passed on to ``tx.update``.
+    """
+    live = [leaf for leaf in plan.leaves if leaf.trainable]
+    before = unflatten(plan, [master_view(plan, leaf, m) for leaf, m in zip(live, masters, strict=True)])
+    seen = [
+        plain.unpad(g, plan.grad_placement(leaf)).astype(plan.precision.gradient(leaf.dtype))
+        for leaf, g in zip(live, grads, strict=True)
+    ]
+    inner_before = load_state(plan, plan.state_treedef.unflatten(inner))
+    updates, after = tx.update(unflatten(plan, seen), inner_before, before, **extra)
+    new = optax.apply_updates(before, updates)
+    if applied is not None:
+        new, after = jax.tree.map(
+            lambda new, old: jnp.where(applied, new, old), (new, after), (before, inner_before)
+        )
+    flat = [v for v, leaf in zip(plan.treedef.flatten_up_to(new), plan.leaves, strict=True) if leaf.trainable]
+    shards = [
+        store(plan, plan.master_placement(leaf), value, plan.master_dtype(leaf))
+        for leaf, value in zip(live, flat, strict=True)
+    ]
+    return shards, plan.state_treedef.flatten_up_to(store_state(plan, after))
+
+
+def unflatten(plan: Plan, live: list[Any]) -> Any:
+    """The tree of params from values of its trainable leaves; frozen ones are ``optax.MaskedNode``."""
+    rest = iter(live)
+    return plan.treedef.unflatten(
+        [next(rest) if leaf.trainable else optax.MaskedNode() for leaf in plan.leaves]
+    )
+
+
+def store_state(plan: Plan, inner: Any) -> Any:
+    """The transformation's state in stored shapes and in its place."""
+    flat = plan.state_treedef.flatten_up_to(inner)
+    stored = [store(plan, s.placement, v, s.dtype) for s, v in zip(plan.state_leaves, flat, strict=True)]
+    return plan.state_treedef.unflatten(stored)
+
+
+def load_state(plan: Plan, inner: Any) -> Any:
+    """The transformation's state in the shapes that it knows."""
+    flat = plan.state_treedef.flatten_up_to(inner)
+    seen = [plain.unpad(v, s.placement) for s, v in zip(plan.state_leaves, flat, strict=True)]
+    return plan.state_treedef.unflatten(seen)
+
+
+def params_from_masters(plan: Plan, shards: list[Any], old: list[Any] | None = None) -> Any:
+    """Stored params from masters: the masters themselves, or gathered whole in the compute dtype.
+
+    Args:
+        plan: the plan.
+        shards: one master per leaf.
+        old: stored params from which frozen leaves are taken; left out, they come from ``shards`` too.
+    """
+    live = [i for i, leaf in enumerate(plan.leaves) if leaf.trainable or old is None]
+    new = list(shards if old is None else old)
+    leaves = [plan.leaves[i] for i in live]
+    for i, value in zip(live, as_params(plan, leaves, [shards[i] for i in live]), strict=True):
+        new[i] = value
+    return plan.treedef.unflatten(new)
+
+
+def as_params(plan: Plan, leaves: list[ParamLeaf], shards: list[jax.Array]) -> list[jax.Array]:
+    """Stored params of these leaves from their masters."""
+    cast = [
+        on_device(s, plan.master_placement(x)).astype(plan.param_dtype(x))
+        for s, x in zip(shards, leaves, strict=True)
+    ]
+    if plan.stage.params or not plan.stage.opt_state:
+        return cast
+    placements = [plan.master_placement(leaf) for leaf in leaves]
+    return jax.shard_map(
+        lambda values: [plain.gather(v, p) for v, p in zip(values, placements, strict=True)],
+        mesh=plan.mesh,
+        in_specs=([p.zero_spec for p in placements],),
+        out_specs=[p.whole().zero_spec for p in placements],
+        axis_names=set(plan.zero_axes),
+        check_vma=False,
+    )(cast)
+
+
+def on_device(value: jax.Array, placement: Placement) -> jax.Array:
+    """A stored array, brought to the device if it lives elsewhere."""
+    return jax.device_put(value, jax.memory.Space.Device) if _is_host(value, placement) else value
+
+
+def _is_host(value: jax.Array, placement: Placement) -> bool:
+    return (
+        bool(placement.memory) and getattr(jax.typeof(value), "memory_space", None) == jax.memory.Space.Host
+    )
+
+
+def master_view(plan: Plan, leaf: ParamLeaf, value: jax.Array) -> jax.Array:
+    """A param or master as the optimizer sees it: the user's shape, the master's dtype, sharded as its state."""
+    placement = plan.master_placement(leaf)
+    if value.shape == leaf.shape:
+        value = plain.pad(value, placement)
+    value = jax.lax.with_sharding_constraint(value, plan.sharding(placement.at("")))
+    return plain.unpad(value, placement).astype(plan.master_dtype(leaf))
+
+
+def store(plan: Plan, placement: Placement, value: Any, dtype: np.dtype) -> jax.Array:
+    """A value in its stored shape and dtype, sharded, on the device."""
+    value = plain.pad(jnp.asarray(value, dtype), placement)
+    return jax.lax.with_sharding_constraint(value, plan.sharding(placement.at("")))

@@ -1,0 +1,95 @@
+"""Which leaves' optimizer state lives in host memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from jax.sharding import Mesh
+
+from zeroj.config.zero import Zero
+from zeroj.errors import PlanError
+
+if TYPE_CHECKING:
+    from zeroj.plan.plan import ParamLeaf, Plan
+
+#: Page-locked host memory: what a GPU copies from and to at full speed, while it computes.
+PINNED = "pinned_host"
+
+
+def state_on_host(zero: Zero) -> bool:
+    """Whether optimizer state is kept in host memory."""
+    part = zero.offload_optimizer
+    return part is not None and part.device == "cpu"
+
+
+def offloaded(plan: Plan) -> Plan:
+    """The plan with the optimizer state that its config offloads in host memory.
+
+    Leaves of at most the persistence threshold stay on the device: moving a few bytes costs more than it saves.
+
+    Raises:
+        PlanError: the devices have no such memory.
+    """
+    part = plan.zero.offload_optimizer
+    if part is None or part.device != "cpu":
+        return plan
+    kind = host_kind(plan.mesh, part.pin_memory)
+    chosen = _choose(state_bytes(plan), part.ratio)
+    leaves = tuple(replace(x, state_memory=kind) if x.path in chosen else x for x in plan.leaves)
+    state = tuple(
+        replace(s, placement=s.placement.at(kind))
+        if s.owner in chosen and math.prod(s.placement.shape) > plan.threshold
+        else s
+        for s in plan.state_leaves
+    )
+    return replace(plan, leaves=leaves, state_leaves=state)
+
+
+def state_bytes(plan: Plan) -> dict[str, int]:
+    """Path of a param -> bytes of its optimizer state and master, of params that are large enough to offload."""
+    large: dict[str, ParamLeaf] = {
+        leaf.path: leaf for leaf in plan.leaves if leaf.trainable and math.prod(leaf.shape) > plan.threshold
+    }
+    sizes = {
+        path: math.prod(leaf.shape) * plan.master_dtype(leaf).itemsize if plan.has_master else 0
+        for path, leaf in large.items()
+    }
+    for state in plan.state_leaves:
+        if state.owner in sizes:
+            sizes[state.owner] += math.prod(state.placement.shape) * state.dtype.itemsize
+    return {path: size for path, size in sizes.items() if size}
+
+
+def host_kind(mesh: Any, pin_memory: bool = True) -> str:
+    """The memory kind of the host.
+
+    Raises:
+        PlanError: the mesh's devices have none, or memory that is not page-locked was asked for.
+    """
+    if not pin_memory:
+        raise PlanError(
+            '"pin_memory": false cannot be honoured: a compiled program moves arrays to and from page-locked host '
+            "memory alone (CUDA has no other kind, and JAX takes unpinned_host for device memory). Leave it out."
+        )
+    if isinstance(mesh, Mesh):
+        device = mesh.devices.flat[0]
+        kinds = [memory.kind for memory in device.addressable_memories()]
+        if PINNED not in kinds:
+            raise PlanError(
+                f"Offload needs memory of the kind {PINNED!r}, which {device} does not have; its kinds are "
+                f"{kinds}. Leave offload_optimizer and offload_param out on this backend."
+            )
+    return PINNED
+
+
+def _choose(sizes: dict[str, int], ratio: float) -> set[str]:
+    """The paths whose bytes come nearest to ``ratio`` of all from below, the largest first."""
+    left = ratio * sum(sizes.values())
+    chosen = set()
+    for path, size in sorted(sizes.items(), key=lambda item: -item[1]):
+        if size <= left:
+            chosen.add(path)
+            left -= size
+    return chosen

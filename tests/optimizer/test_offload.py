@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import optax
 import pytest
 
 import zeroj as zj
@@ -67,7 +66,9 @@ def model(which: str, overflows: bool) -> oracle.Model:
         return m.loss(params, batch["batch"]) * batch["times"]
 
     times = [np.float32(np.inf if n == 5 else 1) for n in range(len(m.batches))]
-    return oracle.Model(loss, m.params, [{"batch": b, "times": t} for b, t in zip(m.batches, times, strict=True)])
+    return oracle.Model(
+        loss, m.params, [{"batch": b, "times": t} for b, t in zip(m.batches, times, strict=True)]
+    )
 
 
 def zero_of(stage: int, offload: dict[str, Any] | None, group: int = 200) -> zj.Zero:
@@ -85,7 +86,9 @@ def run(case: Case, offload: dict[str, Any] | None) -> tuple[oracle.Run, zj.Plan
 
     def watch(state: zj.TrainState) -> None:
         for found, want in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
-            assert found.sharding.memory_kind == want.sharding.memory_kind or want.sharding.memory_kind is None
+            assert (
+                found.sharding.memory_kind == want.sharding.memory_kind or want.sharding.memory_kind is None
+            )
             assert found.sharding.is_equivalent_to(want.sharding, found.ndim)
 
     return oracle.train(m, tx, plan, accumulation=case.accumulation, clip=0.02, watch=watch), plan

@@ -19,7 +19,7 @@ import optax
 from zeroj import _compat
 from zeroj.optimizer.flow import Op, run_op, value_of
 from zeroj.optimizer.partition import SplitUpdate, split_update
-from zeroj.optimizer.update import Arrays, as_params, updated
+from zeroj.optimizer.update import Arrays, as_params, rescaled, updated
 from zeroj.plan.mesh import traced_on
 from zeroj.plan.offload import NVME
 from zeroj.plan.plan import Plan
@@ -46,10 +46,15 @@ class Part:
 
 
 class Layout:
-    """The inputs of an update by number: masters, gradients, state, the loss; and where each lives."""
+    """The inputs of an update by number: masters, gradients, state, scalars; and where each lives.
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    The gradients are those of the scaled loss: dividing them by the scale is part of the update, as it is of a step
+    that is one program, so that XLA rewrites both alike. The scalars are the loss, the scale, and the factor
+    of clipping where there is one.
+    """
+
+    def __init__(self, plan: Plan, clips: bool) -> None:
+        self.plan, self.scalars = plan, 3 if clips else 2
         self.numbers = [i for i, leaf in enumerate(plan.leaves) if leaf.trainable]
         self.live = [plan.leaves[i] for i in self.numbers]
         self.count, self.inner_at = len(self.live), 2 * len(self.live)
@@ -57,7 +62,7 @@ class Layout:
         names = {leaf.path: j for j, leaf in enumerate(self.live)}
         own = list(range(self.count))
         self.inner_owners = [names.get(s.owner) for s in plan.state_leaves]
-        self.owners: list[int | None] = [*own, *own, *self.inner_owners, None]
+        self.owners: list[int | None] = [*own, *own, *self.inner_owners, *[None] * self.scalars]
         self.out_owners: list[int | None] = [*own, *self.inner_owners]
 
     def struct(self, index: int) -> jax.ShapeDtypeStruct:
@@ -97,10 +102,12 @@ class SpilledUpdate:
             the largest part.
     """
 
-    def __init__(self, tx: optax.GradientTransformationExtraArgs, plan: Plan, donate: bool = True) -> None:
+    def __init__(
+        self, tx: optax.GradientTransformationExtraArgs, plan: Plan, clips: bool, donate: bool = True
+    ) -> None:
         assert plan.spill is not None
         self.plan, self.donate, self.settings = plan, donate, plan.spill
-        self.layout = Layout(plan)
+        self.layout = Layout(plan, clips)
         self.split = self._take_apart(tx)
         spilled = self._spilled_inputs()
         groups = range(len(self.split.groups))
@@ -121,7 +128,7 @@ class SpilledUpdate:
         """Begins to read, if reads may run ahead; the gradients need not be there yet."""
         return Pass(self, arrays)
 
-    def shared(self, values: list[Any], loss: jax.Array) -> tuple[list[Any], dict[int, Any]]:
+    def shared(self, values: list[Any]) -> tuple[list[Any], dict[int, Any]]:
         """What the parts need of each other, in the order of ``_shared_order``; and the outputs of no leaf."""
         needed = [*self.split.shared_inputs]
         free = [i for i, owner in enumerate(self.layout.owners) if owner is None]
@@ -139,7 +146,7 @@ class SpilledUpdate:
                 {i: self.layout.out_shardings(i)[0] for i in self.split.shared_outputs},
             )
             self._shared_program = jax.jit(traced_on(self.plan.mesh, run), out_shardings=shardings)
-        given = [_read(values[i]) if i < len(values) else loss for i in at]
+        given = [_read(values[i]) for i in at]
         known, outs = self._shared_program(given)
         return [known[v] for v in self._shared_order], outs
 
@@ -167,7 +174,9 @@ class SpilledUpdate:
             )
             shardings = [s for output in part.outputs for s in self.layout.out_shardings(output)]
             jitted = jax.jit(
-                traced_on(self.plan.mesh, run), donate_argnums=(0,), out_shardings=(shardings, self.plan.replicated)
+                traced_on(self.plan.mesh, run),
+                donate_argnums=(0,),
+                out_shardings=(shardings, self.plan.replicated),
             )
             lowered = jitted.lower(*structs)
             text = lowered.as_text()
@@ -192,7 +201,8 @@ class SpilledUpdate:
         """
         flow = self.split.flow
         count = lambda ops, outs: Counter(  # noqa: E731
-            [v for op in ops for v in op.operands if isinstance(v, int)] + [v for v in outs if isinstance(v, int)]
+            [v for op in ops for v in op.operands if isinstance(v, int)]
+            + [v for v in outs if isinstance(v, int)]
         )
         here, whole = count(ops, [flow.outs[n] for n in part.outputs]), count(flow.ops, flow.outs)
         return [v for v, n in here.items() if n == 1 and whole[v] > 1 and flow.shape(v) == ()]
@@ -234,9 +244,11 @@ class SpilledUpdate:
         def update(values: list[Any]) -> Any:
             n = layout.count
             masters, grads, inner = values[:n], values[n : 2 * n], values[layout.inner_at : layout.end]
+            loss, scale, *factor = values[layout.end :]
+            grads = rescaled(grads, scale, *factor)
             rest = iter(grads)
             tree = plan.treedef.unflatten([next(rest) if x.trainable else None for x in plan.leaves])
-            return updated(tx, plan, masters, grads, inner, None, {"value": values[-1], "grad": tree})
+            return updated(tx, plan, masters, grads, inner, None, {"value": loss, "grad": tree})
 
         structs = [
             jax.ShapeDtypeStruct(s.shape, s.dtype) for s in map(layout.struct, range(len(layout.owners)))
@@ -268,12 +280,12 @@ class Pass:
             reading.wait()
             reading.release()
 
-    def run(self, grads: list[Any], loss: jax.Array) -> Arrays:
+    def run(self, grads: list[Any], scalars: list[jax.Array]) -> Arrays:
         """Updates everything.
 
         Args:
             grads: the gradients of trainable leaves; emptied on the way, so that each can be freed after its use.
-            loss: the loss.
+            scalars: the loss, the loss scale, the factor of clipping if there is one.
 
         Raises:
             SpillError: a read or write failed. The state is lost then, and says so when it is used again.
@@ -281,20 +293,21 @@ class Pass:
         update = self.update
         self.values[self.layout.count : self.layout.inner_at] = grads
         grads.clear()
-        shared, outs = update.shared(self.values, loss)
+        self.values += scalars
+        shared, outs = update.shared(self.values)
         for part in [update.resident, *update.parts]:
             update.program(part, shared)  # compiled before anything is changed
         params = list(self.arrays.params)
         self.tier.lost = "a step was interrupted while it updated the files."
         try:
-            self._do(update.resident, {}, params, loss, shared)
+            self._do(update.resident, {}, params, shared)
             for part in update.parts:
                 self._read_next()
                 indices, reading = self._reads.popleft()
                 found = dict(zip(indices, reading.to_devices(), strict=True))
                 if self.settings.pipeline_read:
                     self._read_ahead()
-                self._do(part, found, params, loss, shared)
+                self._do(part, found, params, shared)
                 self._finish_writes(0 if not self.settings.pipeline_write else None)
             self._finish_writes(0)
         except BaseException as error:
@@ -305,15 +318,13 @@ class Pass:
         for output, value in outs.items():  # only now: the parts read what was there before
             self.values[output + self.layout.count if output >= self.layout.count else output] = value
         masters = self.values[: self.layout.count] if update.plan.has_master else params
-        return Arrays(params, masters, self.values[self.layout.inner_at :])
+        return Arrays(params, masters, self.values[self.layout.inner_at : self.layout.end])
 
-    def _do(
-        self, part: Part, found: dict[int, Any], params: list[Any], loss: jax.Array, shared: list[Any]
-    ) -> None:
+    def _do(self, part: Part, found: dict[int, Any], params: list[Any], shared: list[Any]) -> None:
         """Runs one part's program, and puts its results in their places."""
         update, layout = self.update, self.layout
         donated, kept, free = update.inputs_of(part)
-        get = lambda i: loss if i >= len(self.values) else found.pop(i) if i in found else self.values[i]  # noqa: E731
+        get = lambda i: found.pop(i) if i in found else self.values[i]  # noqa: E731
         given = [[get(i) for i in some] for some in (donated, kept, free)]
         for i in (*donated, *kept):
             if layout.count <= i < layout.inner_at:
@@ -368,7 +379,7 @@ class Pass:
         self._reads.append((list(arrays), Reading(list(arrays.values()), self.update.arenas)))
 
     def _spilled(self, part: Part) -> dict[int, SpilledArray]:
-        return {i: self.values[i] for i in part.inputs if i < len(self.values) and is_spilled(self.values[i])}
+        return {i: self.values[i] for i in part.inputs if is_spilled(self.values[i])}
 
     def _finish_writes(self, allowed: int | None) -> None:
         """Waits until at most ``allowed`` bytes are being written; None: until the buffers' bound is kept."""

@@ -88,6 +88,12 @@ def updated(
     return shards, plan.state_treedef.flatten_up_to(store_state(plan, after))
 
 
+def rescaled(grads: list[jax.Array], scale: jax.Array, factor: jax.Array | None = None) -> list[jax.Array]:
+    """Gradients divided by the loss scale that they were made with, and multiplied by the factor of clipping."""
+    grads = [g / scale.astype(g.dtype) for g in grads]
+    return grads if factor is None else [g * factor.astype(g.dtype) for g in grads]
+
+
 def unflatten(plan: Plan, live: list[Any]) -> Any:
     """The tree of params from values of its trainable leaves; frozen ones are ``optax.MaskedNode``."""
     rest = iter(live)

@@ -13,6 +13,8 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zeroj.config.offload import Aio
+from zeroj.config.spill import SpillSettings, spill_settings
 from zeroj.config.zero import Zero
 from zeroj.errors import PlanError
 from zeroj.plan import offload, tree
@@ -21,7 +23,7 @@ from zeroj.plan.precision import Precision, make_precision
 from zeroj.plan.rules import Placement, auto_threshold, place
 
 #: What ``Zero.needs()`` may name that plans can do.
-SUPPORTED = frozenset({"offload_optimizer:cpu", "offload_optimizer:ratio"})
+SUPPORTED = frozenset({"offload_optimizer:cpu", "offload_optimizer:nvme", "offload_optimizer:ratio", "nvme"})
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,7 @@ class Plan:
     state_leaves: tuple[StateLeaf, ...]
     state_treedef: Any
     concrete_init: bool = False
+    spill: SpillSettings | None = None
 
     @property
     def stage(self) -> Stage:
@@ -121,15 +124,21 @@ class Plan:
     def has_master(self) -> bool:
         """Whether the optimizer's state holds an fp32 master.
 
-        At stage 3 the params themselves are it, unless the optimizer's state lives in host memory: then the
-        master does too, and the device holds shards of the params in the compute dtype.
+        At stage 3 the params themselves are it, unless the optimizer's state lives in host memory or in files:
+        then the master does too, and the device holds shards of the params in the compute dtype.
         """
-        return self.precision.half and (not self.stage.params or offload.state_on_host(self.zero))
+        return self.precision.half and (not self.stage.params or offload.state_off_device(self.zero))
 
     @cached_property
     def streams(self) -> bool:
         """Whether any of the optimizer's state lives in host memory, and so is streamed through the device."""
-        return any(leaf.state_memory for leaf in self.leaves)
+        return any(leaf.state_memory not in ("", offload.NVME) for leaf in self.leaves)
+
+    @cached_property
+    def spills(self) -> bool:
+        """Whether any of the optimizer's state lies in files."""
+        masters = self.has_master and any(leaf.state_memory == offload.NVME for leaf in self.leaves)
+        return masters or any(leaf.placement.memory == offload.NVME for leaf in self.state_leaves)
 
     # -- placements, in the order of ``leaves`` ----------------------------------------------------
 
@@ -162,8 +171,9 @@ class Plan:
     # -- pytrees ------------------------------------------------------------------------------------
 
     def sharding(self, placement: Placement) -> NamedSharding:
-        """The NamedSharding of one placement, memory kind included."""
-        return NamedSharding(self.mesh, placement.spec, memory_kind=placement.memory or None)
+        """The NamedSharding of one placement, memory kind included; of what lies in files, once it is read."""
+        kind = None if placement.memory == offload.NVME else placement.memory or None
+        return NamedSharding(self.mesh, placement.spec, memory_kind=kind)
 
     @property
     def replicated(self) -> NamedSharding:
@@ -234,6 +244,7 @@ def make_plan(
     trainable: Any = None,
     zero_axes: tuple[str, ...] | None = None,
     scanned: Any = None,
+    aio: Aio | Mapping[str, Any] | None = None,
 ) -> Plan:
     """Decides where every array of a training run lives. Allocates nothing of the model.
 
@@ -251,6 +262,7 @@ def make_plan(
         scanned: a predicate of a leaf's path, or a collection of path prefixes: leaves whose dim 0 is a stack
             that a ``lax.scan`` runs over; that dim is then never sharded. Left out, a first dim of at most 128
             is sharded only if no other will do.
+        aio: the section "aio", for state in files: with it the direct engine is used, else the Orbax one.
 
     Returns:
         The plan.
@@ -294,7 +306,8 @@ def make_plan(
         )
         for (path, leaf), flag, own_threshold in zip(flat.items(), trains, thresholds, strict=True)
     )
-    plan = Plan(mesh, zero, axes, policy, threshold, leaves, treedef, (), None)
+    spill = spill_settings(zero.offload_optimizer, aio if aio is None or isinstance(aio, Aio) else Aio(**aio))
+    plan = Plan(mesh, zero, axes, policy, threshold, leaves, treedef, (), None, spill=spill)
     return _with_state(plan, tx)
 
 

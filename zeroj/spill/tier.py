@@ -139,7 +139,8 @@ class SpilledArray:
         """This process's distinct shards."""
         here: dict[Bounds, list[jax.Device]] = {}
         owner: dict[Bounds, Any] = {}
-        for device, index in self.sharding.devices_indices_map(self.shape).items():
+        everywhere: dict[Any, Any] = dict(self.sharding.devices_indices_map(self.shape))
+        for device, index in everywhere.items():
             bounds = tuple(i.indices(n)[:2] for i, n in zip(index or (), self.shape, strict=True))
             owner.setdefault(bounds, device)
             if device.process_index == jax.process_index():

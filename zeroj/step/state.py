@@ -21,6 +21,7 @@ from zeroj.plan.mesh import traced_on
 from zeroj.plan.plan import ParamLeaf, Plan
 from zeroj.plan.rules import Placement
 from zeroj.plan.tree import ZeroOptState
+from zeroj.spill.tier import is_spilled
 from zeroj.step.precision import ScaleState, default_scaling, init_scale
 
 
@@ -158,8 +159,10 @@ def full_params(state: TrainState | Any, plan: Plan) -> Any:
     return plan.treedef.unflatten(whole)
 
 
-def _fetch(plan: Plan, value: jax.Array) -> np.ndarray:
+def _fetch(plan: Plan, value: Any) -> np.ndarray:
     """One array, whole, on this host, whichever processes hold its shards."""
+    if is_spilled(value):
+        value = value.to_devices()
     if not value.is_fully_addressable and not value.is_fully_replicated:
         value = jax.jit(lambda x: x, out_shardings=plan.replicated)(value)
     return np.asarray(value.addressable_data(0) if value.is_fully_replicated else value)

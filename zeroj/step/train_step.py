@@ -16,6 +16,7 @@ from zeroj.gather.evaluate import evaluate
 from zeroj.gather.gradients import Gradients, gradients
 from zeroj.gather.views import make_view
 from zeroj.optimizer.spill import SpilledUpdate
+from zeroj.optimizer.update import rescaled
 from zeroj.optimizer.zero import ZeroOptimizer, apply_gradients, wrap_optimizer
 from zeroj.plan.mesh import traced_on
 from zeroj.plan.plan import Plan
@@ -117,7 +118,8 @@ def make_train_step(
     def before_update(state: TrainState, batch: Any) -> tuple[Any, ...]:
         out, grads, new, metrics = head(state, batch)
         counters = {"step": new.step, "skipped": new.skipped, "scale": new.scale}
-        return grads, out.loss, counters, metrics
+        scalars = [out.loss, state.scale.scale, *([metrics["clip_factor"]] if clip_norm is not None else [])]
+        return out.grads, scalars, counters, metrics
 
     options = flags.step_options()
     if plan.spills:
@@ -127,7 +129,7 @@ def make_train_step(
             out_shardings=(shardings, plan.replicated, plan.replicated, None),
             compiler_options=options,
         )
-        return SpilledStep(program, SpilledUpdate(wrapped.user_tx, plan, donate))
+        return SpilledStep(program, SpilledUpdate(wrapped.user_tx, plan, clip_norm is not None, donate))
     return jax.jit(
         traced_on(plan.mesh, step), donate_argnums=(0,) if donate else (), compiler_options=options
     )
@@ -166,12 +168,11 @@ def _unscale_and_clip(
     grads: list[jax.Array], scale: jax.Array, clip_norm: float | None
 ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
     """Divides by the scale that the gradients were made with; (gradients, norm before clipping, factor)."""
-    grads = [g / scale.astype(g.dtype) for g in grads]
-    norm = global_norm(grads)
+    norm = global_norm(rescaled(grads, scale))
     if clip_norm is None:
-        return grads, norm, jnp.float32(1)
+        return rescaled(grads, scale), norm, jnp.float32(1)
     factor = jnp.minimum(1.0, clip_norm / (norm + CLIP_EPSILON))
-    return [g * factor.astype(g.dtype) for g in grads], norm, factor
+    return rescaled(grads, scale, factor), norm, factor
 
 
 def global_norm(grads: list[jax.Array]) -> jax.Array:

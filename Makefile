@@ -10,7 +10,7 @@ WORKERS ?= 2
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --upgrade pip
-	$(BIN)/pip install -q -e '.[test,lint,plot]'
+	$(BIN)/pip install -q -e '.[test,lint,plot,models]'
 	touch $@
 
 $(VENV)/.installed-aot: $(VENV)/.installed

@@ -20,9 +20,12 @@ FLOW = "errors _compat flags config plan collectives gather spill optimizer step
 # Beside the flow: what each of these may import.
 BESIDE = {
     "aot": {"errors", "_compat", "flags", "config", "plan", "aot"},
-    "cli": {*FLOW, "aot", "cli"},
+    "monitor": {"errors", "_compat", "config", "plan", "aot", "monitor"},
+    "engine": {*FLOW[: FLOW.index("engine") + 1], "monitor"},
+    "trainer": {*FLOW, "monitor"},
+    "cli": {*FLOW, "aot", "monitor", "cli"},
     "__main__": {"cli"},
-    "__init__": {*FLOW, "aot"},
+    "__init__": {*FLOW, "aot", "monitor"},
 }
 PRIVATE_JAX = ("jax._src", "jax.core", "jax.extend", "jax.interpreters", "jaxlib")
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 350, 60

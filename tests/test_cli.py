@@ -33,7 +33,8 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_plan_prints_every_choice_and_the_advice(capsys: pytest.CaptureFixture[str]) -> None:
-    text = output(capsys, *SIZES, "--gpu", "a100-80", "--batch", "4")
+    thirty = ["plan", "--params", "30e9", "--layers", "48", "--hidden", "7168"]
+    text = output(capsys, *thirty, "--gpu", "a100-80")
     assert "* stage 3" in text
     assert "stage 3 + optimizer on cpu + params on cpu" in text
     assert "advised: stage 3" in text and "stage 2 is over the GPU memory" in text

@@ -28,7 +28,14 @@ from zeroj.plan.mesh import make_mesh as make_mesh
 from zeroj.plan.plan import Plan as Plan
 from zeroj.plan.plan import make_plan as make_plan
 from zeroj.plan.precision import Precision as Precision
+from zeroj.step.access import LocalShard as LocalShard
+from zeroj.step.access import gathered as gathered
+from zeroj.step.access import get_full as get_full
+from zeroj.step.access import get_local as get_local
+from zeroj.step.access import set_full as set_full
+from zeroj.step.access import set_local as set_local
 from zeroj.step.batch import shard_batch as shard_batch
+from zeroj.step.overflow import OverflowWatch as OverflowWatch
 from zeroj.step.state import TrainState as TrainState
 from zeroj.step.state import abstract_state as abstract_state
 from zeroj.step.state import full_params as full_params
@@ -36,3 +43,9 @@ from zeroj.step.state import init_state as init_state
 from zeroj.step.state import shard_params as shard_params
 from zeroj.step.train_step import make_eval_step as make_eval_step
 from zeroj.step.train_step import make_train_step as make_train_step
+from zeroj.trainer.arguments import TrainingArguments as TrainingArguments
+from zeroj.trainer.callbacks import EarlyStoppingCallback as EarlyStoppingCallback
+from zeroj.trainer.callbacks import TrainerCallback as TrainerCallback
+from zeroj.trainer.collate import PaddingCollator as PaddingCollator
+from zeroj.trainer.evaluation import EvalPrediction as EvalPrediction
+from zeroj.trainer.trainer import Trainer as Trainer

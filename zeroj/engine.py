@@ -8,26 +8,31 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from zeroj.checkpoint.checkpointer import Checkpointer
-from zeroj.config.batch import BatchSizes
+from zeroj.checkpoint.saves import Saves
+from zeroj.config.batch import Batch, BatchSizes
 from zeroj.config.config import Config
 from zeroj.errors import ConfigError
+from zeroj.gather.gradients import value_and_grad
 from zeroj.gather.scanned import find_scanned
+from zeroj.monitor.run import RunMonitor
 from zeroj.plan.mesh import make_mesh, zero_axes_of
+from zeroj.plan.plan import SUPPORTED as PLANNED
 from zeroj.plan.plan import Plan, make_plan
 from zeroj.plan.precision import make_precision
 from zeroj.step.batch import cast_floats, shard_batch
+from zeroj.step.overflow import OverflowWatch
 from zeroj.step.state import TrainState, init_state
 from zeroj.step.train_step import make_eval_step, make_train_step
 
 #: What ``Config.needs()`` may name that the engine can do.
-SUPPORTED = frozenset({"fp16", "fp16:auto_cast", "communication_data_type", "grad_accum_dtype"})
+SUPPORTED = frozenset(PLANNED)
 
 
-class Engine:
+class Engine(Saves):
     """Trains a loss under a ds_config.json. Made by :func:`initialize`.
 
     Attributes:
@@ -37,6 +42,9 @@ class Engine:
         batch_sizes: global batch, micro-batch per device and accumulation steps.
         tx: the optax optimizer in use.
         global_steps: updates attempted so far, skipped ones included, as DeepSpeed counts them.
+        global_samples: examples in them.
+        keep: how many checkpoints a folder keeps; None for all.
+        monitor: what is watched; see :class:`zeroj.monitor.run.RunMonitor`.
     """
 
     def __init__(
@@ -47,32 +55,31 @@ class Engine:
         tx: optax.GradientTransformation,
         state: TrainState,
         batch_sizes: BatchSizes,
+        schedule: optax.Schedule | None = None,
     ) -> None:
         self.config, self.plan, self.tx, self.state = config, plan, tx, state
         self.batch_sizes = batch_sizes
-        self.global_steps = 0
+        self.global_steps = self.global_samples = 0
         self.loss_fn = loss_fn
         self._configured = bool(config.resolved()["optimizer"])
-        self._schedule = config.make_schedule() if self._configured else None
+        self._schedule = schedule or (config.make_schedule() if self._configured else None)
         self._metrics: dict[str, Any] = {}
-        self._checkpointers: dict[str, Checkpointer] = {}
-        self._step = make_train_step(
-            loss_fn,
-            tx,
-            plan,
-            accumulation_steps=batch_sizes.accumulation,
-            clip_norm=config.gradient_clipping,
-            loss_scale=config.loss_scale,
-            skip_nonfinite=config.check_grad_overflow,
-        )
+        self._checkpointers = {}
+        self._gradients: Callable[..., Any] | None = None
+        self._steps: dict[int, Callable[..., Any]] = {}
+        self._step = self._step_of(batch_sizes.accumulation)
         self._eval = make_eval_step(loss_fn, plan)
+        self.monitor = RunMonitor(config, plan)
+        self._overflow = OverflowWatch(plan)
 
-    def train_batch(self, batch: Any) -> dict[str, Any]:
+    def train_batch(self, batch: Any, *, accumulation_steps: int | None = None) -> dict[str, Any]:
         """One update on a global batch.
 
         Args:
             batch: leaves of shape (train_batch_size, ...), numpy or jax arrays; with several processes each
                 passes the whole global batch and takes its own slice.
+            accumulation_steps: micro-batches of this update alone, of any size that the devices divide: for
+                what is left at the end of the data. Left out, the config's.
 
         Returns:
             The step's metrics (see :func:`zeroj.make_train_step`), as scalars still on the device.
@@ -80,17 +87,23 @@ class Engine:
         Raises:
             PlanError: the batch is not of ``train_batch_size``.
             CheckpointError: a save in the background has failed.
+            ZerojError: in fp16, the step before overflowed with the loss scale at its floor; names the leaves.
         """
-        for checkpoints in self._checkpointers.values():
-            checkpoints.check()  # a save in the background that failed stops the run here
-        self.state, self._metrics = self._step(self.state, self._prepare(batch, self.batch_sizes.train))
+        self._check_checkpoints()  # a save in the background that failed stops the run here
+        monitor = self.monitor
+        monitor.batch_arrived()
+        size = self.batch_sizes.train if accumulation_steps is None else None
+        step = self._step if accumulation_steps is None else self._step_of(accumulation_steps)
+        with monitor.phase("transfer") as made:
+            placed = made(self._prepare(batch, size))
+        monitor.before_step(step, self.state, placed)
+        with monitor.phase("step") as made:
+            self.state, self._metrics = made(step(self.state, placed))
+        self._overflow.see(self._metrics)
         self.global_steps += 1
-        every = self.config.steps_per_print
-        if every and self.global_steps % every == 0 and jax.process_index() == 0:
-            shown = {
-                k: float(v) for k, v in self._metrics.items() if k in ("loss", "grad_norm", "loss_scale")
-            }
-            print(f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, {shown}")
+        self.global_samples += self.batch_sizes.train
+        shown = self._metrics | {"lr": self._learning_rate()} if monitor.reads else self._metrics
+        monitor.after_step(self.global_steps, self.global_samples, shown)
         return self._metrics
 
     def eval_batch(self, batch: Any) -> dict[str, Any]:
@@ -112,18 +125,23 @@ class Engine:
         Raises:
             ConfigError: the optimizer is the user's own, and its state holds no ``learning_rate``.
         """
-        if self._schedule is not None:
-            return [float(self._schedule(self.state.step))]
-        found = optax.tree_utils.tree_get(self.state.opt_state.inner, "learning_rate", default=None)
-        if found is None and self._configured:
-            section = self.config.resolved()["optimizer"] or {}
-            found = section.get("params", {}).get("lr")
+        found = self._learning_rate()
         if found is None:
             raise ConfigError(
                 "get_lr: the optimizer is your own and its state has no 'learning_rate'. "
                 "Make it with optax.inject_hyperparams, or configure 'optimizer' or 'scheduler'."
             )
         return [float(found)]
+
+    def _learning_rate(self) -> Any:
+        """The learning rate of the next update, on the device or off it; None where it cannot be known."""
+        if self._schedule is not None:
+            return self._schedule(self.state.step)
+        found = optax.tree_utils.tree_get(self.state.opt_state.inner, "learning_rate", default=None)
+        if found is None and self._configured:
+            section = self.config.resolved()["optimizer"] or {}
+            found = section.get("params", {}).get("lr")
+        return jnp.copy(found) if isinstance(found, jax.Array) else found  # the next step takes the state
 
     def get_global_grad_norm(self) -> float | None:
         """The global gradient norm of the last update, before clipping; None before the first."""
@@ -133,80 +151,61 @@ class Engine:
         """(train_batch_size, micro-batch per device, accumulation steps)."""
         return self.batch_sizes.train, self.batch_sizes.micro, self.batch_sizes.accumulation
 
-    def save_checkpoint(
-        self,
-        directory: str | os.PathLike[str],
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        *,
-        wait: bool = False,
-    ) -> str:
-        """Saves the whole state. Every process must call it.
-
-        Args:
-            directory: the folder of checkpoints; one that all processes see.
-            tag: a name to load it by; left out, "global_step{N}".
-            client_state: plain data to get back from :meth:`load_checkpoint`.
-            wait: whether to return only when the checkpoint is complete; otherwise files are written in the
-                background, and a failure is raised by the next save, load or :meth:`close`.
-
-        Returns:
-            The tag.
+    def set_train_batch_size(self, size: int) -> None:
+        """Changes the global batch, and with it the accumulation steps; the micro-batch stays.
 
         Raises:
-            CheckpointError: an earlier save failed, or not every process called this.
+            ConfigError: micro-batch x devices does not divide it.
         """
-        tag = f"global_step{self.global_steps}" if tag is None else tag
-        extra = {"global_steps": self.global_steps, "client_state": dict(client_state or {})}
-        self._checkpoints(directory).save(
-            self.state, self.plan, extra, step=self.global_steps, tag=tag, wait=wait
-        )
-        return tag
+        self._resize(size, self.batch_sizes.micro, None)
 
-    def load_checkpoint(
-        self,
-        directory: str | os.PathLike[str],
-        tag: str | None = None,
-        *,
-        load_module_only: bool = False,
-    ) -> tuple[str, dict[str, Any]]:
-        """Restores a state that was saved under any stage, mesh and precision. Every process must call it.
+    def set_train_micro_batch_size(self, size: int) -> None:
+        """Changes the micro-batch per device, and with it the global batch; the accumulation steps stay."""
+        self._resize(None, size, self.batch_sizes.accumulation)
 
-        Args:
-            directory: the folder of checkpoints.
-            tag: which; left out, the newest.
-            load_module_only: whether to take only the params: masters are derived from them, the optimizer
-                and the counters start anew.
+    def _resize(self, train: int | None, micro: int, accumulation: int | None) -> None:
+        self.batch_sizes = Batch(train, micro, accumulation).resolve(self.plan.degree, "the ZeRO axes")
+        self._step = self._step_of(self.batch_sizes.accumulation)
 
-        Returns:
-            (folder of the checkpoint, client_state).
+    def compute_gradients(self, batch: Any) -> tuple[jax.Array, Any]:
+        """Loss and gradients of a global batch, without an update; in the layout of ``plan.grads``.
 
-        Raises:
-            CheckpointError: there is no such checkpoint, it is damaged, or it does not fit the plan.
+        ``zj.get_full(grads, engine.plan, path, "grad")`` is one of them, whole. They are neither scaled nor clipped.
         """
-        checkpoints = self._checkpoints(directory)
-        self.state, extra = checkpoints.restore(
-            self.plan, tx=self.tx, tag=tag, weights_only=load_module_only, loss_scale=self.config.loss_scale
-        )
-        if not load_module_only:
-            self.global_steps = int(extra.get("global_steps", int(self.state.step) + int(self.state.skipped)))
-        return str(checkpoints.directory), dict(extra.get("client_state", {}))
+        if self._gradients is None:
+            self._gradients = jax.jit(value_and_grad(self.loss_fn, self.plan))
+        rng = jax.random.fold_in(self.state.rng, self.state.scale.iteration)
+        carried = self.state.model_state
+        value, grads = self._gradients(self.state.params, self._prepare(batch, None), rng, carried)
+        return (value[0] if isinstance(value, tuple) else value), grads
 
     def close(self) -> None:
-        """Waits for saves in the background.
+        """Waits for saves in the background, writes out what the monitors hold, and looks at the last step.
 
         Raises:
             CheckpointError: a save failed.
+            ZerojError: in fp16, the last step overflowed with the loss scale at its floor.
         """
-        for checkpoints in self._checkpointers.values():
-            checkpoints.close()
-        self._checkpointers.clear()
+        try:
+            self._overflow.see(None)
+        finally:
+            self.monitor.close()
+            self._close_checkpoints()
 
-    def _checkpoints(self, directory: str | os.PathLike[str]) -> Checkpointer:
-        folder = os.path.abspath(directory)
-        if folder not in self._checkpointers:
-            self._checkpointers[folder] = Checkpointer(folder, keep=None)
-        return self._checkpointers[folder]
+    def _step_of(self, accumulation: int) -> Callable[..., Any]:
+        """The step for a number of micro-batches, built once."""
+        if accumulation not in self._steps:
+            self._steps[accumulation] = make_train_step(
+                self.loss_fn,
+                self.tx,
+                self.plan,
+                accumulation_steps=accumulation,
+                clip_norm=self.config.gradient_clipping,
+                loss_scale=self.config.loss_scale,
+                skip_nonfinite=self.config.check_grad_overflow,
+                reduce_op=self.config.gradient_allreduce_op,
+            )
+        return self._steps[accumulation]
 
     def _prepare(self, batch: Any, size: int | None) -> Any:
         if self.config.auto_cast:
@@ -225,6 +224,9 @@ def initialize(
     scanned: Any = None,
     example_batch: Any = None,
     rng: jax.Array | int = 0,
+    keep: int | None = None,
+    model_state: Any = (),
+    schedule: optax.Schedule | None = None,
     **arguments: Any,
 ) -> Engine:
     """Builds an engine from a loss, params and a ds_config.json.
@@ -240,6 +242,9 @@ def initialize(
         example_batch: a batch of any size, or ShapeDtypeStructs of one: the loss is traced on it, and the stacks
             are found, so that ``scanned`` can be left out.
         rng: a key or seed for the steps' randomness.
+        keep: how many of the last checkpoints each folder keeps; left out, all.
+        model_state: what the model carries beside its params; see :func:`zeroj.init_state`.
+        schedule: the learning rate by update, for a config with an optimizer and without a scheduler.
         **arguments: what "auto" in the config resolves to; see :meth:`zeroj.Config.load`.
 
     Returns:
@@ -262,26 +267,38 @@ def initialize(
     for axis in axes:
         world *= mesh.shape[axis]
     sizes = config.batch.resolve(world, counted)
-    tx = _optimizer(config, tx)
+    tx = _optimizer(config, tx, schedule)
     if tx is None:
         raise ConfigError(
             "No optimizer: give tx=, or the section 'optimizer' in the config, for example "
             '{"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}.'
         )
-    precision = make_precision(config.precision, config.communication_dtype, config.grad_accum_dtype)
+    precision = make_precision(
+        config.precision,
+        config.communication_dtype,
+        config.grad_accum_dtype,
+        low_master=config.master_dtype != "fp32",
+    )
     shapes = jax.eval_shape(params) if callable(params) else params
     if scanned is None and example_batch is not None:
-        scanned = find_scanned(loss_fn, shapes, example_batch)
+        carried = jax.eval_shape(model_state) if callable(model_state) else model_state
+        scanned = find_scanned(loss_fn, shapes, example_batch, carried)
     plan = make_plan(shapes, tx, mesh, config.zero, precision=precision, trainable=trainable, scanned=scanned)
-    state = init_state(params, tx, plan, rng=rng, loss_scale=config.loss_scale)
-    return Engine(loss_fn, config, plan, tx, state, sizes)
+    state = init_state(params, tx, plan, rng=rng, loss_scale=config.loss_scale, model_state=model_state)
+    engine = Engine(loss_fn, config, plan, tx, state, sizes, schedule)
+    engine.keep = keep
+    return engine
 
 
 def _optimizer(
-    config: Config, tx: optax.GradientTransformation | None
+    config: Config, tx: optax.GradientTransformation | None, schedule: optax.Schedule | None = None
 ) -> optax.GradientTransformation | None:
-    """The config's optimizer or the user's own; never both."""
-    configured = config.make_optimizer()
+    """The config's optimizer or the user's own; never both, and never two schedules."""
+    if schedule is not None and config.make_schedule() is not None:
+        raise ConfigError(
+            "Two schedules: the config has the section 'scheduler', and schedule= was given. Leave one of them out."
+        )
+    configured = config.make_optimizer(schedule)
     if tx is not None and configured is not None:
         raise ConfigError(
             "Two optimizers: the config has the section 'optimizer', and tx= was given. Leave one of them out."

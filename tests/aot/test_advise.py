@@ -61,10 +61,10 @@ def test_where_the_rules_agree_with_the_numbers_when_accumulating(
     assert found.advised is not None and found.advised.choice == choice
 
 
-def test_20_billion_do_not_fit_at_stage_2_as_new_params_are_gathered_beside_the_old_ones() -> None:
+def test_20_billion_fit_at_stage_1_as_one_micro_batch_needs_no_whole_gradients() -> None:
     found = advice(20, 16)
-    assert found.advised is not None and found.advised.choice == Choice(3)
-    assert any("stage 2 is over the GPU memory by" in note for note in found.notes)
+    assert found.advised is not None and found.advised.choice == Choice(1)
+    assert "stage 1 fits too, is as fast, and has fewer parts" in found.notes[0]
 
 
 def test_30_billion_fit_at_stage_3_without_offload() -> None:

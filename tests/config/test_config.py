@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from zeroj.config import Config, LossScale, Zero
-from zeroj.config.needs import FILE_NEEDS, ZERO_NEEDS
+from zeroj.config.needs import ZERO_NEEDS
 
 CPU, NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/nvme"}
 ON = {"enabled": True}
@@ -126,20 +126,6 @@ NEEDS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         ("mics", "mics:hierarchical"),
     ),
     ({"zero_optimization": {"stage": 3, "reshard_after_forward": False}}, ("reshard_after_forward:false",)),
-    ({"fp16": {**ON, "auto_cast": True}}, ("fp16", "fp16:auto_cast")),
-    (
-        {"bf16": {**ON, "bf16_master_weights_and_grads": True}, "zero_optimization": {"stage": 1}},
-        ("low_precision_master",),
-    ),
-    ({"communication_data_type": "fp32"}, ("communication_data_type",)),
-    ({"data_types": {"grad_accum_dtype": "bf16"}}, ("grad_accum_dtype",)),
-    ({"data_types": {"grad_accum_dtype": "fp32"}}, ()),
-    ({"gradient_allreduce_op": "sum"}, ("gradient_allreduce_op:sum",)),
-    *(
-        ({name: ON}, (name,))
-        for name in ("tensorboard", "wandb", "csv_monitor", "flops_profiler", "comms_logger")
-    ),
-    *(({name: True}, (name,)) for name in ("wall_clock_breakdown", "memory_breakdown", "dump_state")),
 ]
 
 
@@ -149,7 +135,7 @@ def test_needs(data: dict[str, Any], needs: tuple[str, ...]) -> None:
 
 
 def test_every_need_is_asked_for_by_one_of_these() -> None:
-    assert {name for _, needs in NEEDS for name in needs} == {*ZERO_NEEDS, *FILE_NEEDS}
+    assert {name for _, needs in NEEDS for name in needs} == {*ZERO_NEEDS}
 
 
 def test_a_config_is_frozen() -> None:

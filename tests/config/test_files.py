@@ -39,7 +39,7 @@ PLUGIN: dict[str, Any] = {
 # name -> arguments, stage, precision, batch on 4 devices, needs
 EXPECTED: dict[str, tuple[dict[str, Any], int, str, BatchSizes, tuple[str, ...]]] = {
     "stage1_bf16": ({}, 1, "bf16", BatchSizes(64, 4, 4), ()),
-    "stage2_fp16": ({}, 2, "fp16", BatchSizes(64, 8, 2), ("fp16",)),
+    "stage2_fp16": ({}, 2, "fp16", BatchSizes(64, 8, 2), ()),
     "stage2_offload": ({}, 2, "bf16", BatchSizes(16, 4, 1), ("offload_optimizer:cpu",)),
     "stage3_offload": ({}, 3, "bf16", BatchSizes(32, 1, 8), ("offload_optimizer:cpu", "offload_param:cpu")),
     "stage3_nvme": (
@@ -59,21 +59,7 @@ EXPECTED: dict[str, tuple[dict[str, Any], int, str, BatchSizes, tuple[str, ...]]
     "hf_zero2_auto": (TRAINER, 2, "bf16", BatchSizes(32, 4, 2), ()),
     "hf_zero3_auto": (TRAINER, 3, "bf16", BatchSizes(32, 4, 2), ()),
     "old_style": ({}, 2, "bf16", BatchSizes(16, 4, 1), ()),
-    "monitored": (
-        {},
-        0,
-        "bf16",
-        BatchSizes(32, 8, 1),
-        (
-            "communication_data_type",
-            "tensorboard",
-            "csv_monitor",
-            "flops_profiler",
-            "comms_logger",
-            "wall_clock_breakdown",
-            "dump_state",
-        ),
-    ),
+    "monitored": ({}, 0, "bf16", BatchSizes(32, 8, 1), ()),
     "mics_muon": ({}, 3, "bf16", BatchSizes(16, 4, 1), ("mics",)),
     "accelerate_auto": (PLUGIN, 2, "bf16", BatchSizes(8, 2, 1), ("offload_optimizer:cpu",)),
 }

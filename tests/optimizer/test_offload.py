@@ -99,12 +99,14 @@ def check(case: Case) -> None:
     wanted, _ = run(case, None)
     assert plan.streams and plan.memory().host
     np.testing.assert_array_equal(np.isfinite(found.norms), np.isfinite(wanted.norms))
-    assert np.isfinite(found.norms).sum() == (19 if case.precision == "fp16" else 20)
+    assert np.isfinite(found.norms[5]) != (case.precision == "fp16"), "a step with an overflow is among them"
     finite = np.isfinite(wanted.norms)
-    tolerance = 1e-6 if case.precision == "fp32" else 2**-9
-    np.testing.assert_allclose(found.norms[finite], wanted.norms[finite], rtol=tolerance)
-    np.testing.assert_allclose(found.losses[finite], wanted.losses[finite], rtol=tolerance)
-    assert oracle.distance(found.params, wanted.params) <= tolerance
+    apart = {
+        "losses": oracle.distance(found.losses[finite], wanted.losses[finite]),
+        "norms": oracle.distance(found.norms[finite], wanted.norms[finite]),
+        "params": oracle.distance(found.params, wanted.params),
+    }
+    assert max(apart.values()) <= 1e-6, apart
 
 
 @pytest.mark.parametrize("case", COVER, ids=name)

@@ -135,10 +135,10 @@ def _temporaries(choice: Choice, sizes: Sizes, batch: Batch, n: int) -> dict[str
     # Stage 3 holds a layer and the next one. A gradient is whole until it is reduced.
     gathered = 2 * BF16 * sizes.gathered if choice.stage == 3 else 0
     unreduced = BF16 * sizes.gathered if choice.stage > 0 else 0
-    # Below stage 3 the new params are gathered beside the old ones, as a step may yet be skipped.
-    # The largest stacked matrix, a third of the layers', is there once more while it is laid out.
-    stacked = BF16 * sizes.layer * sizes.layers // 3
-    renewed = half + stacked if choice.stage in (1, 2) else 0
+    # Below stage 3 new params are gathered into the old ones' place, one stack at a time: of the largest stack of
+    # matrices, a third of the layers', the new shard and the gathered whole are there beside it.
+    stack = BF16 * sizes.layer * sizes.layers // 3 if choice.stage in (1, 2) else 0
+    updates = _share(stack, n) if stack else _share(half, n) if choice.stage else 0
     at_loss = {
         "activations": kept + sizes.logits(batch.tokens) + 4 * batch.tokens * sizes.hidden,
         "grads": accumulator,
@@ -149,8 +149,9 @@ def _temporaries(choice: Choice, sizes: Sizes, batch: Batch, n: int) -> dict[str
         "grads": grads,
         "gathered": gathered,
         "full grads": unreduced,
+        "updates": _share(stack, n),
     }
-    at_update = {"grads": grads, "updates": _share(half, n) if choice.stage else 0, "new params": renewed}
+    at_update = {"grads": grads, "updates": updates, "new params": stack}
     most = max((at_loss, at_backward, at_update), key=lambda moment: sum(moment.values()))
     names = ("grads", "gathered", "full grads", "updates", "new params", "activations")
     return {name: most.get(name, 0) for name in names}

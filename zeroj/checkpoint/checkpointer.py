@@ -188,6 +188,7 @@ class Checkpointer:
         fill: Any = None,
         loss_scale: LossScale | None = None,
         rng: jax.Array | int = 0,
+        model_state: Any = (),
     ) -> tuple[TrainState, dict[str, Any]]:
         """Restores a state onto any plan. Every process must call it; each reads its own slices.
 
@@ -203,6 +204,7 @@ class Checkpointer:
             fill: params in the user's shapes, for leaves that the checkpoint lacks; only with ``partial``.
             loss_scale: the loss scaler's settings, where it starts anew.
             rng: the key or seed, where it starts anew.
+            model_state: what the model carries, as given to :func:`zeroj.init_state`; needed where it was saved.
 
         Returns:
             The state, each leaf with exactly the plan's dtype and sharding, and the user's ``extra``.
@@ -224,6 +226,7 @@ class Checkpointer:
             fill=fill,
             loss_scale=loss_scale,
             rng=rng,
+            model_state=model_state,
         )
         return state, read_extra(folder)
 

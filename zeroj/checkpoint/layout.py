@@ -1,6 +1,7 @@
 """What a checkpoint holds of a training state: names, user shapes, and where each array lives in a plan.
 
-Names are "params/<path>", "opt_state/<path>", and "step", "skipped", "scale/<field>", "rng". Params are
+Names are "params/<path>", "opt_state/<path>", and "step", "skipped", "scale/<field>", "rng", and
+"model_state/<path>" where the model carries a state. Params are
 stored as what the optimizer updates: their fp32 master where there is one. So a checkpoint of any stage and
 precision has the same arrays.
 """
@@ -126,8 +127,8 @@ def _optimizer_leaves(state: TrainState, plan: Plan) -> list[tuple[str, Any, tup
 
 def _small_leaves(state: TrainState) -> list[tuple[str, Any, tuple[int, ...]]]:
     fields = {field: getattr(state, field) for field in SMALL_FIELDS}
-    if not _what_is_wrong(state.rng):
-        fields["rng"], _ = key_data(state.rng)
+    for field in ("rng", "model_state"):
+        fields[field] = jax.tree.map(lambda x: x if _what_is_wrong(x) else key_data(x)[0], fields[field])
     return [(name, value, tuple(value.shape)) for name, value in _flat_fields(fields)]
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from zeroj.checkpoint import arrays, database
 from zeroj.checkpoint.arrays import Target
 from zeroj.checkpoint.assemble import assemble, first_fields, first_opt_state, master_tree, stored_params
+from zeroj.checkpoint.carried import saved_model_state
 from zeroj.checkpoint.layout import key_data, optimizer_targets, param_targets, small_targets
 from zeroj.checkpoint.manifest import Leaf, Manifest
 from zeroj.config.precision import LossScale
@@ -32,6 +33,7 @@ def restore_state(
     fill: Any = None,
     loss_scale: LossScale | None = None,
     rng: jax.Array | int = 0,
+    model_state: Any = (),
 ) -> TrainState:
     """Reads the state in ``folder`` into the layout of ``plan``.
 
@@ -47,6 +49,8 @@ def restore_state(
         fill: params in the user's shapes for leaves that the checkpoint lacks; only with ``partial``.
         loss_scale: the loss scaler's settings, for when its state is not the checkpoint's.
         rng: the key or seed, with ``weights_only``.
+        model_state: what the model carries, as given to ``init_state``: its values are replaced by the saved
+            ones, except with ``weights_only``.
 
     Raises:
         CheckpointError: what is stored does not fit the plan; lists every leaf.
@@ -67,6 +71,8 @@ def restore_state(
     small = first_fields(plan, loss_scale, rng)
     if not weights_only:
         small |= _saved_fields(folder, manifest, plan)
+        model_state = saved_model_state(folder, manifest, plan, model_state)
+    small["model_state"] = model_state
     return assemble(plan, stored_params(plan, masters), opt_state, small)
 
 

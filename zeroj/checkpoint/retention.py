@@ -10,6 +10,11 @@ from zeroj.checkpoint.manifest import Manifest
 from zeroj.errors import CheckpointError
 
 
+def step_tag(step: int) -> str:
+    """The tag that DeepSpeed gives a checkpoint to which the user gives none."""
+    return f"global_step{step}"
+
+
 @dataclass(frozen=True)
 class Retention:
     """Rules for what is kept; a checkpoint stays if any of them says so.
@@ -38,7 +43,7 @@ class Retention:
             raise CheckpointError("; ".join(faults) + ".")
 
     def kept(self, manifests: Mapping[int, Manifest]) -> set[int]:
-        """The steps to keep. A tag keeps its newest checkpoint.
+        """The steps to keep. A tag keeps its newest checkpoint, unless it says no more than the step's number.
 
         Args:
             manifests: step -> manifest, of all complete checkpoints.
@@ -48,7 +53,8 @@ class Retention:
             return set(order)
         kept = set(order[-self.keep :])
         kept |= {step for step in order if self.keep_every and step % self.keep_every == 0}
-        kept |= set({tag: step for step in order for tag in manifests[step].tags}.values())
+        tagged = {tag: s for s in order for tag in manifests[s].tags if tag != step_tag(s)}
+        kept |= set(tagged.values())
         best = self.best_step(manifests)
         return kept if best is None else kept | {best}
 

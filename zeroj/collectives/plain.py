@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -35,7 +36,9 @@ def reduce_scatter(value: jax.Array, placement: Placement, axes: Sequence[str]) 
     """
     value = pad(value, placement)
     for dim, names in reversed(placement.dims):
-        value = jax.lax.psum_scatter(value, names, scatter_dimension=dim, tiled=True)
+        value = _in_full(
+            value, partial(jax.lax.psum_scatter, axis_name=names, scatter_dimension=dim, tiled=True)
+        )
     rest = tuple(axis for axis in axes if axis not in placement.axes)
     return total(value, rest)
 
@@ -43,7 +46,21 @@ def reduce_scatter(value: jax.Array, placement: Placement, axes: Sequence[str]) 
 def total(value: Any, axes: Sequence[str]) -> Any:
     """Sums over devices. An axis of one device is left out: XLA cannot reduce over it beside automatic axes."""
     split = tuple(axis for axis in axes if jax.lax.axis_size(axis) > 1)
-    return jax.lax.psum(value, split) if split else value
+    if not split:
+        return value
+    return jax.tree.map(lambda x: _in_full(x, partial(jax.lax.psum, axis_name=split)), value)
+
+
+def _in_full(value: jax.Array, reduce: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Reduces over devices; in fp32 where XLA:CPU aborts on half precision: on a mesh with automatic axes."""
+    automatic = jax.sharding.get_abstract_mesh().auto_axes
+    if not automatic or jnp.result_type(value) not in (jnp.bfloat16, jnp.float16):
+        return reduce(value)
+
+    def widened(x: jax.Array) -> jax.Array:
+        return reduce(x.astype(jnp.float32)).astype(x.dtype)
+
+    return jax.lax.platform_dependent(value, cpu=widened, default=reduce)
 
 
 def pad(value: jax.Array, placement: Placement) -> jax.Array:

@@ -10,7 +10,6 @@ import optax
 
 from zeroj.config.batch import Batch
 from zeroj.config.load import Loaded, load
-from zeroj.config.needs import FILE_NEEDS, needs_of
 from zeroj.config.optimizers import describe, make_optimizer
 from zeroj.config.precision import LossScale, loss_scale_of
 from zeroj.config.reader import Source
@@ -162,7 +161,7 @@ class Config:
 
     def needs(self) -> tuple[str, ...]:
         """Names of the features that the file asks for, so that an engine can refuse one that it lacks."""
-        return self.zero.needs() + needs_of(FILE_NEEDS, self.loaded.file)
+        return self.zero.needs()
 
     def report(self) -> str:
         """Each key of the file with its value, whether it is honoured, not needed or off, and why."""

@@ -30,25 +30,6 @@ ZERO_NEEDS: dict[str, Callable[[Any], bool]] = {
     "reshard_after_forward:false": lambda z: not z.reshard_after_forward,
 }
 
-FILE_NEEDS: dict[str, Callable[[Any], bool]] = {
-    "fp16": lambda f: f.fp16.enabled,
-    "fp16:auto_cast": lambda f: f.fp16.enabled and f.fp16.auto_cast,
-    "low_precision_master": lambda f: (
-        f.fp16.fp16_master_weights_and_grads or f.bf16.bf16_master_weights_and_grads
-    ),
-    "communication_data_type": lambda f: f.communication_data_type is not None,
-    "grad_accum_dtype": lambda f: f.data_types.grad_accum_dtype not in (None, "fp32"),
-    "gradient_allreduce_op:sum": lambda f: f.gradient_allreduce_op == "sum",
-    "tensorboard": lambda f: f.tensorboard.enabled,
-    "wandb": lambda f: f.wandb.enabled,
-    "csv_monitor": lambda f: f.csv_monitor.enabled,
-    "flops_profiler": lambda f: f.flops_profiler.enabled,
-    "comms_logger": lambda f: f.comms_logger.enabled,
-    "wall_clock_breakdown": lambda f: f.wall_clock_breakdown,
-    "memory_breakdown": lambda f: f.memory_breakdown,
-    "dump_state": lambda f: f.dump_state,
-}
-
 
 def needs_of(table: Mapping[str, Callable[[Any], bool]], section: Any) -> tuple[str, ...]:
     """The names in `table` that hold for a checked section."""

@@ -94,7 +94,7 @@ class DsConfig(Section):
     vocabulary_size: Int | None = not_needed(None, "zeroj pads what does not divide", gt=0)
     seq_parallel_communication_data_type: DType = not_needed("fp32", "there is no sequence parallelism")
     use_data_before_expert_parallelism: Bool = not_needed(False, "the mesh says which axis is which")
-    log_level: Text | None = not_needed(None, 'use logging.getLogger("zeroj").setLevel')
+    log_level: Text | None = not_needed(None, "zeroj prints what the other keys ask for, and nothing else")
     timers: Off = refused(None, "there are no host timers inside a compiled step", "use wall_clock_breakdown")
     sequence_parallel_size: Int = refused(1, "zeroj shards state, not sequences", _AXIS)
     tensor_parallel: Off = refused(None, "zeroj shards state, not the model's computation", _AXIS)

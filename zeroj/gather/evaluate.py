@@ -9,6 +9,7 @@ import jax
 
 from zeroj.gather import inputs
 from zeroj.gather import loss as losses
+from zeroj.gather import model_state as carried
 from zeroj.gather.means import over_devices
 from zeroj.gather.views import View
 from zeroj.plan.plan import Plan
@@ -20,6 +21,7 @@ def evaluate(
     params: Any,
     batch: Any,
     rng: jax.Array,
+    model_state: Any = (),
     *,
     view: View,
     has_aux: bool = False,
@@ -32,27 +34,32 @@ def evaluate(
         params: stored params.
         batch: leaves of shape (global batch, ...).
         rng: a key, folded per device where the view is one device's.
+        model_state: what the model carries from step to step; what the loss makes of it is dropped.
         view: what the loss sees of the batch.
         has_aux: whether the loss must return (loss, aux).
     """
     leaves = inputs.check_params(plan, params)
     inputs.check_batch(plan, batch)
 
-    def program(leaves: list[jax.Array], batch: Any, rng: jax.Array) -> tuple[Any, list[jax.Array]]:
+    def program(
+        leaves: list[jax.Array], batch: Any, rng: jax.Array, state: Any
+    ) -> tuple[Any, list[jax.Array]]:
         (key,) = view.keys(rng, 1)
+        state = carried.enter(state, view.axes)
         traced, out_shape = losses.loss_program(
             loss_fn,
             plan.treedef.unflatten([inputs.whole_struct(plan, leaf) for leaf in plan.leaves]),
-            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch),
-            jax.ShapeDtypeStruct((), key.dtype),
+            losses.struct_of(batch),
+            losses.struct_of(key),
+            losses.struct_of(state),
             has_aux=has_aux,
         )
         walker = inputs.interpreter(plan, view.gather)
-        args = [*inputs.lazy_leaves(plan, leaves), *jax.tree.leaves(batch), key]
+        args = [*inputs.lazy_leaves(plan, leaves), *jax.tree.leaves(batch), key, *jax.tree.leaves(state)]
         outs = walker.force(walker.run(traced, args, [None] * len(traced.jaxpr.outvars)))
         head = jax.tree.unflatten(jax.tree.structure(out_shape), outs)
         loss, _, aux = over_devices(head, view.axes, view.degree)
         return (loss + walker.gathers.token(), aux), []
 
-    (loss, aux), _ = view.run(program, (leaves, batch, rng), [])
+    (loss, aux), _ = view.run(program, (leaves, batch, rng, model_state), [])
     return loss, aux

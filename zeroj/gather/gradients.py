@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from zeroj.errors import PlanError
 from zeroj.gather import loss as losses
+from zeroj.gather import model_state as carried
 from zeroj.gather.inputs import check_batch, check_params, interpreter, lazy_leaves, whole_struct
 from zeroj.gather.loss import LossOut
 from zeroj.gather.means import accumulate, over_devices
@@ -27,12 +28,14 @@ class Gradients(NamedTuple):
         aux: the loss's aux: floats averaged and integers summed over devices and micro-batches, and every
             :class:`zeroj.Mean` divided out.
         grads: one array per trained leaf, where the plan has gradients.
+        model_state: what the model carries on, the same on every device.
     """
 
     loss: jax.Array
     weight: jax.Array | None
     aux: Any
     grads: list[jax.Array]
+    model_state: Any = ()
 
 
 def value_and_grad(
@@ -50,8 +53,10 @@ def value_and_grad(
             then ``rng`` is the same on every device, and aux is returned as it is.
 
     Returns:
-        A function of (params, batch, rng=None) that returns (loss, grads): the mean over the global batch, and
-        its gradient in the layout of ``plan.grads``. Frozen leaves have None for a gradient.
+        A function of (params, batch, rng=None, model_state=()) that returns (loss, grads): the mean over the
+        global batch, and its gradient in the layout of ``plan.grads``. Frozen leaves have None for a gradient.
+        For a loss that takes ``model_state`` (see :func:`zeroj.make_train_step`) the loss is replaced by
+        (loss, model_state), or (loss, model_state, aux).
 
     Raises:
         PlanError: at the first call, when params, batch or loss do not fit the plan.
@@ -62,13 +67,18 @@ def value_and_grad(
     view = make_view(plan, loss_over)
     needs_rng = losses.takes_rng(loss_fn)
 
-    def run(params: Any, batch: Any, rng: Any = None) -> Any:
+    stateful = losses.takes_state(loss_fn)
+
+    def run(params: Any, batch: Any, rng: Any = None, model_state: Any = ()) -> Any:
         if needs_rng and rng is None:
             raise PlanError("loss_fn takes an rng: pass one, as in value_and_grad(...)(params, batch, rng).")
-        out = gradients(loss_fn, plan, params, batch, rng, view=view, has_aux=has_aux)
+        out = gradients(
+            loss_fn, plan, params, batch, rng, model_state=model_state, view=view, has_aux=has_aux
+        )
         live = iter(out.grads)
         grads = plan.treedef.unflatten([next(live) if leaf.trainable else None for leaf in plan.leaves])
-        return ((out.loss, out.aux) if has_aux else out.loss), grads
+        value = (out.loss, *([out.model_state] if stateful else []), *([out.aux] if has_aux else []))
+        return (value if len(value) > 1 else out.loss), grads
 
     return traced_on(plan.mesh, run)
 
@@ -80,6 +90,7 @@ def gradients(
     batch: Any,
     rng: Any = None,
     scale: Any = 1.0,
+    model_state: Any = (),
     *,
     view: View,
     accumulation: int = 1,
@@ -94,6 +105,7 @@ def gradients(
         batch: leaves of shape (global batch, ...).
         rng: a key, folded per micro-batch, and per device where the view is one device's; left out, a constant.
         scale: fp32 scalar that the loss is multiplied by for the backward pass.
+        model_state: what the model carries, whole on every device.
         view: what the loss sees of the batch.
         accumulation: micro-batches per device, run one after the other.
         has_aux: whether the loss must return (loss, aux).
@@ -106,9 +118,9 @@ def gradients(
         return _program(loss_fn, plan, view, args, accumulation, has_aux)
 
     placements = [plan.grad_placement(leaf) for leaf in plan.leaves if leaf.trainable]
-    args = (leaves, batch, rng, jnp.asarray(scale, jnp.float32))
-    (loss, weight, aux, token), grads = view.run(program, args, placements)
-    return Gradients(loss + token, weight, aux, grads)
+    args = (leaves, batch, rng, jnp.asarray(scale, jnp.float32), model_state)
+    (loss, weight, aux, state, token), grads = view.run(program, args, placements)
+    return Gradients(loss + token, weight, aux, grads, state)
 
 
 def _program(
@@ -120,7 +132,8 @@ def _program(
     has_aux: bool,
 ) -> tuple[Any, list[jax.Array]]:
     """Micro-batches one after the other, then what is left to reduce."""
-    leaves, batch, rng, scale = args
+    leaves, batch, rng, scale, before = args
+    state = carried.enter(before, view.axes)
     live = [leaf for leaf in plan.leaves if leaf.trainable]
     batches = view.split(batch, accumulation)
     keys = view.keys(rng, accumulation)
@@ -130,6 +143,7 @@ def _program(
         jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches),
         jax.ShapeDtypeStruct((), keys.dtype),
         jax.ShapeDtypeStruct((), jnp.float32),
+        losses.struct_of(state),
         trains=[leaf.trainable for leaf in plan.leaves],
         axes=view.axes,
         degree=view.degree,
@@ -140,9 +154,9 @@ def _program(
     heads = len(jax.tree.leaves(out_shape))
     wanted = [None] * heads + (reductions if at_once else [None] * len(live))
 
-    def one(micro: Any, key: jax.Array) -> tuple[LossOut, list[jax.Array], jax.Array]:
+    def one(micro: Any, key: jax.Array, state: Any) -> tuple[LossOut, list[jax.Array], jax.Array]:
         walker = interpreter(plan, view.gather)
-        values = [*lazy_leaves(plan, leaves), *jax.tree.leaves(micro), key, scale]
+        values = [*lazy_leaves(plan, leaves), *jax.tree.leaves(micro), key, scale, *jax.tree.leaves(state)]
         outs = walker.force(walker.run(traced, values, wanted))
         head = jax.tree.unflatten(jax.tree.structure(out_shape), outs[:heads])
         wide = [
@@ -150,9 +164,10 @@ def _program(
         ]
         return head, wide, walker.gathers.token()
 
-    head, grads, token = accumulate(one, batches, keys, accumulation, view.axes)
+    head, grads, token = accumulate(one, batches, keys, state, accumulation, view.axes)
     if not at_once:
         grads = [r(g) for r, g in zip(reductions, grads, strict=True)]
     grads = [g.astype(plan.precision.gradient(x.dtype)) for g, x in zip(grads, live, strict=True)]
     loss, weight, aux = over_devices(head, view.axes, view.degree)
-    return (loss, weight, aux, token), grads
+    after = carried.leave(before, head.model_state, view.axes, view.degree)
+    return (loss, weight, aux, after, token), grads

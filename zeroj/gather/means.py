@@ -11,12 +11,17 @@ import jax.numpy as jnp
 from zeroj.collectives.plain import total
 from zeroj.gather.loss import LossOut, Mean
 
-#: Runs one micro-batch: (micro-batch, key) -> (loss, gradients, token).
-OneMicrobatch = Callable[[Any, jax.Array], tuple[LossOut, list[jax.Array], jax.Array]]
+#: Runs one micro-batch: (micro-batch, key, model state) -> (loss, gradients, token).
+OneMicrobatch = Callable[[Any, jax.Array, Any], tuple[LossOut, list[jax.Array], jax.Array]]
 
 
 def accumulate(
-    one: OneMicrobatch, batches: Any, keys: jax.Array, accumulation: int, axes: tuple[str, ...]
+    one: OneMicrobatch,
+    batches: Any,
+    keys: jax.Array,
+    state: Any,
+    accumulation: int,
+    axes: tuple[str, ...],
 ) -> tuple[LossOut, list[jax.Array], jax.Array]:
     """Runs the micro-batches one after the other and averages them.
 
@@ -27,6 +32,7 @@ def accumulate(
         one: runs one micro-batch.
         batches: leaves of shape (accumulation, micro-batch, ...).
         keys: (accumulation,) keys.
+        state: what the model carries; each micro-batch gets what the one before it returned.
         accumulation: the number of micro-batches.
         axes: the ZeRO axes.
 
@@ -34,27 +40,31 @@ def accumulate(
         This device's loss (its total and count summed, or a plain mean), the averaged gradients, a token.
     """
 
-    def weighted(micro: Any, key: jax.Array) -> Any:
-        head, grads, token = one(micro, key)
-        head = _summable(head)
+    def weighted(micro: Any, key: jax.Array, state: Any) -> Any:
+        head, grads, token = one(micro, key, state)
+        head, state = _summable(head)._replace(model_state=()), head.model_state
         if head.weight is None or accumulation == 1:
-            return head, grads, token, jnp.float32(1)
+            return (head, grads, token, jnp.float32(1)), state
         weight = total(head.weight, axes)
-        return head, [g * weight.astype(g.dtype) for g in grads], token, weight
+        return (head, [g * weight.astype(g.dtype) for g in grads], token, weight), state
 
     first = jax.tree.map(lambda x: x[0], batches)
     if accumulation == 1:
-        head, grads, token, _ = weighted(first, keys[0])
-        return head, grads, token
-    shapes = jax.eval_shape(weighted, first, keys[0])
+        (head, grads, token, _), state = weighted(first, keys[0], state)
+        return head._replace(model_state=state), grads, token
+    shapes, _ = jax.eval_shape(weighted, first, keys[0], state)
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    summed, _ = jax.lax.scan(
-        lambda carry, x: (jax.tree.map(jnp.add, carry, weighted(*x)), None), zeros, (batches, keys)
-    )
+
+    def add(carry: tuple[Any, Any], x: tuple[Any, jax.Array]) -> tuple[tuple[Any, Any], None]:
+        found, state = weighted(*x, carry[1])
+        return (jax.tree.map(jnp.add, carry[0], found), state), None
+
+    (summed, state), _ = jax.lax.scan(add, (zeros, state), (batches, keys))
     head, grads, token, weight = summed
     mean = head.total / accumulation if head.weight is None else head.total
     aux = _map_aux(head.aux, lambda x: x / accumulation if _floating(x) else x, lambda mean: mean)
-    return LossOut(mean, head.weight, aux), [g / _nonzero(weight).astype(g.dtype) for g in grads], token
+    head = LossOut(mean, head.weight, aux, state)
+    return head, [g / _nonzero(weight).astype(g.dtype) for g in grads], token
 
 
 def over_devices(
@@ -80,7 +90,7 @@ def _summable(head: LossOut) -> LossOut:
     aux = _map_aux(
         head.aux, _wide, lambda mean: Mean(_wide(jnp.asarray(mean.total)), jnp.float32(mean.count))
     )
-    return LossOut(_wide(head.total), head.weight, aux)
+    return LossOut(_wide(head.total), head.weight, aux, head.model_state)
 
 
 def _wide(x: jax.Array) -> jax.Array:

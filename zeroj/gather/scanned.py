@@ -12,7 +12,9 @@ from zeroj.gather import lazy, loss
 from zeroj.plan import tree
 
 
-def find_scanned(loss_fn: Callable[..., Any], params: Any, batch: Any) -> tuple[str, ...]:
+def find_scanned(
+    loss_fn: Callable[..., Any], params: Any, batch: Any, model_state: Any = ()
+) -> tuple[str, ...]:
     """Paths of the params that a ``lax.scan`` in the loss runs over: their dim 0 must not be sharded.
 
     Args:
@@ -20,6 +22,7 @@ def find_scanned(loss_fn: Callable[..., Any], params: Any, batch: Any) -> tuple[
             collectives over the ZeRO axes cannot be traced alone: name its stacks yourself.
         params: the params, or ShapeDtypeStructs of them.
         batch: a batch of any size, or ShapeDtypeStructs of it.
+        model_state: what the model carries from step to step, where the loss takes it.
 
     Returns:
         Paths, for ``make_plan(..., scanned=...)``.
@@ -30,7 +33,7 @@ def find_scanned(loss_fn: Callable[..., Any], params: Any, batch: Any) -> tuple[
     entries, treedef = tree.flatten(params)
     structs = treedef.unflatten([jax.ShapeDtypeStruct(e.shape, e.dtype) for e in entries.values()])
     key = jax.eval_shape(lambda: jax.random.key(0))
-    program, _ = loss.loss_program(loss_fn, structs, batch, key)
+    program, _ = loss.loss_program(loss_fn, structs, batch, key, model_state)
     names: dict[Any, set[str]] = {
         var: {path} for var, path in zip(program.jaxpr.invars, entries, strict=False)
     }

@@ -14,7 +14,7 @@ from zeroj.plan.plan import ParamLeaf, Plan
 #: Bytes of a device's optimizer state in one piece, unless sub_group_size says otherwise ...
 PIECE_BYTES = 64 * 2**20
 #: ... or that would make more pieces than this: every piece is part of the program, and has to be compiled.
-MAX_PIECES = 256
+MAX_PIECES = 64
 
 #: Primitives that make each element of their result from the same element of their operands, or leave the
 #: other dims' order alone. What is not here (a product, a mean, random numbers) is made of whole leaves.

@@ -245,7 +245,7 @@ class SpilledUpdate:
             n = layout.count
             masters, grads, inner = values[:n], values[n : 2 * n], values[layout.inner_at : layout.end]
             loss, scale, *factor = values[layout.end :]
-            grads = rescaled(grads, scale, *factor)
+            grads = rescaled(plan, grads, scale, *factor)
             rest = iter(grads)
             tree = plan.treedef.unflatten([next(rest) if x.trainable else None for x in plan.leaves])
             return updated(tx, plan, masters, grads, inner, None, {"value": loss, "grad": tree})

@@ -70,7 +70,7 @@ def updated(
     live = [leaf for leaf in plan.leaves if leaf.trainable]
     before = unflatten(plan, [master_view(plan, leaf, m) for leaf, m in zip(live, masters, strict=True)])
     seen = [
-        plain.unpad(g, plan.grad_placement(leaf)).astype(plan.precision.gradient(leaf.dtype))
+        plain.unpad(g, plan.grad_placement(leaf)).astype(plan.precision.seen(leaf.dtype))
         for leaf, g in zip(live, grads, strict=True)
     ]
     inner_before = load_state(plan, plan.state_treedef.unflatten(inner))
@@ -88,8 +88,12 @@ def updated(
     return shards, plan.state_treedef.flatten_up_to(store_state(plan, after))
 
 
-def rescaled(grads: list[jax.Array], scale: jax.Array, factor: jax.Array | None = None) -> list[jax.Array]:
-    """Gradients divided by the loss scale that they were made with, and multiplied by the factor of clipping."""
+def rescaled(
+    plan: Plan, grads: list[jax.Array], scale: jax.Array, factor: jax.Array | None = None
+) -> list[jax.Array]:
+    """Gradients as the optimizer sees them: divided by the scale of the loss, multiplied by the factor of clipping."""
+    live = [leaf for leaf in plan.leaves if leaf.trainable]
+    grads = [g.astype(plan.precision.seen(x.dtype)) for g, x in zip(grads, live, strict=True)]
     grads = [g / scale.astype(g.dtype) for g in grads]
     return grads if factor is None else [g * factor.astype(g.dtype) for g in grads]
 

@@ -127,7 +127,7 @@ class Plan:
         At stage 3 the params themselves are it, unless the optimizer's state lives in host memory or in files:
         then the master does too, and the device holds shards of the params in the compute dtype.
         """
-        return self.precision.half and (not self.stage.params or offload.state_off_device(self.zero))
+        return self.precision.has_master and (not self.stage.params or offload.state_off_device(self.zero))
 
     @cached_property
     def streams(self) -> bool:

@@ -23,16 +23,24 @@ class Precision:
             computed in it, and the optimizer works on an fp32 master).
         communication: dtype of the gradient reduction; None means the dtype in which the gradient arises.
         accumulation: dtype in which gradients are summed over micro-batches.
+        low_master: whether the optimizer updates the values that the loss computes with, and gradients are
+            kept in their dtype: no fp32 master, 2 bytes where there were 6, and small updates are rounded away.
     """
 
     name: str = "fp32"
     communication: np.dtype | None = None
     accumulation: np.dtype = _FP32
+    low_master: bool = False
 
     @property
     def half(self) -> bool:
-        """Whether there is an fp32 master beside the values that the loss computes with."""
+        """Whether the loss computes in half precision."""
         return self.name in _HALF
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the optimizer works on fp32 values other than those that the loss computes with."""
+        return self.half and not self.low_master
 
     def compute(self, dtype: np.dtype) -> np.dtype:
         """The dtype in which the loss sees a leaf of the user's ``dtype``."""
@@ -40,19 +48,35 @@ class Precision:
 
     def master(self, dtype: np.dtype) -> np.dtype:
         """The dtype in which the optimizer updates a leaf of the user's ``dtype``."""
-        return np.dtype(np.float32) if self.half and _floating(dtype) else np.dtype(dtype)
+        return _FP32 if self.has_master and _floating(dtype) else self.compute(dtype)
 
     def accumulator(self, dtype: np.dtype) -> np.dtype:
         """The dtype in which gradients of a leaf are summed over micro-batches."""
         return self.accumulation if self.half else np.promote_types(self.accumulation, dtype)
 
     def gradient(self, dtype: np.dtype) -> np.dtype:
-        """The dtype in which the optimizer gets gradients: that of what it updates, as under plain optax."""
+        """The dtype in which reduced gradients are kept: that of what the optimizer updates."""
         return self.master(dtype)
 
+    def seen(self, dtype: np.dtype) -> np.dtype:
+        """The dtype in which gradients are unscaled and clipped, and in which the optimizer gets them."""
+        return _FP32 if self.half and _floating(dtype) else np.dtype(dtype)
 
-def make_precision(name: str, communication: str | None = None, accumulation: str | None = None) -> Precision:
+
+def make_precision(
+    name: str,
+    communication: str | None = None,
+    accumulation: str | None = None,
+    *,
+    low_master: bool = False,
+) -> Precision:
     """Builds the policy from the names that ds_config.json uses.
+
+    Args:
+        name: "fp32", "bf16" or "fp16".
+        communication: the dtype of the gradient reduction; left out, the compute dtype.
+        accumulation: the dtype in which gradients are summed; left out, fp32, or that of a low master.
+        low_master: see :class:`Precision`; of no effect in fp32.
 
     Raises:
         PlanError: a name other than "fp32", "bf16" and "fp16".
@@ -66,7 +90,8 @@ def make_precision(name: str, communication: str | None = None, accumulation: st
     if wrong:
         raise PlanError(f"{wrong} must be among 'fp32', 'bf16' and 'fp16'.")
     reduce = None if communication is None else np.dtype(_NAMES[communication])
-    return Precision(name, reduce, np.dtype(_NAMES[accumulation or "fp32"]))
+    summed = accumulation or (name if low_master else "fp32")
+    return Precision(name, reduce, np.dtype(_NAMES[summed]), low_master)
 
 
 def _floating(dtype: np.dtype) -> bool:

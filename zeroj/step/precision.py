@@ -1,7 +1,7 @@
 """The loss scaler of fp16, and the test for non-finite gradients.
 
 The state machine is that of DeepSpeed's dynamic loss scaler, except that gradients are divided by the scale
-that they were made with, never by the next one.
+that they were made with, never by the next one, and that the scale cannot grow to infinity.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ class ScaleState(NamedTuple):
     hysteresis: jax.Array
 
 
+#: A dynamic scale stops growing here, well below fp32's largest number: from infinity it could never fall again.
+MAX_SCALE = 2.0**120
+
 #: No scaling at all: what fp32 and bf16 use.
 NO_SCALING = LossScale(dynamic=False, static=1.0)
 
@@ -59,12 +62,13 @@ def next_scale(state: ScaleState, finite: jax.Array, config: LossScale) -> Scale
         return state._replace(iteration=state.iteration + 1)
     falls = state.hysteresis <= 1
     fallen = jnp.where(falls, jnp.maximum(state.scale / 2, config.min_scale), state.scale)
+    grown = jnp.minimum(state.scale * 2, jnp.maximum(state.scale, MAX_SCALE))
     since = state.iteration - state.last_overflow - 1
     grows = (since > 0) & (since % config.window == 0)
     refilled = jnp.int32(config.hysteresis)
     refill = grows | config.consecutive_hysteresis
     return ScaleState(
-        scale=jnp.where(finite, jnp.where(grows, state.scale * 2, state.scale), fallen),
+        scale=jnp.where(finite, jnp.where(grows, grown, state.scale), fallen),
         iteration=state.iteration + 1,
         last_overflow=jnp.where(finite, state.last_overflow, state.iteration),
         hysteresis=jnp.where(
@@ -75,7 +79,20 @@ def next_scale(state: ScaleState, finite: jax.Array, config: LossScale) -> Scale
     )
 
 
-def all_finite(grads: Any) -> jax.Array:
-    """Bool scalar: every element of every gradient, on every device, is finite."""
+def is_stuck(state: ScaleState, finite: jax.Array, config: LossScale) -> jax.Array:
+    """Bool scalar: the gradients overflow although a dynamic scale has fallen as far as it may.
+
+    Args:
+        state: before the step.
+        finite: bool scalar, whether all gradients were finite.
+        config: the scaler's settings.
+    """
+    if not config.dynamic:
+        return jnp.bool_(False)
+    return ~finite & (state.hysteresis <= 1) & (state.scale <= config.min_scale)
+
+
+def finite_leaves(grads: Any) -> jax.Array:
+    """Bool (leaves,): for each gradient, whether all its elements, on every device, are finite."""
     flags = [jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]
-    return jnp.all(jnp.stack(flags)) if flags else jnp.bool_(True)
+    return jnp.stack(flags) if flags else jnp.ones((0,), bool)

@@ -13,6 +13,7 @@ import optax
 from zeroj.collectives import plain
 from zeroj.config.precision import LossScale
 from zeroj.errors import PlanError
+from zeroj.gather import model_state as model_states
 from zeroj.gather.inputs import check_params
 from zeroj.optimizer.birth import born_in_files
 from zeroj.optimizer.zero import first_state, masters_of, params_from_masters, wrap_optimizer
@@ -35,6 +36,7 @@ class TrainState(NamedTuple):
         skipped: int32 scalar, updates skipped so far.
         scale: the loss scaler's state.
         rng: the key from which every step's key is folded.
+        model_state: what the model carries beside its params, whole on every device; ``()`` for most models.
     """
 
     params: Any
@@ -43,6 +45,7 @@ class TrainState(NamedTuple):
     skipped: jax.Array
     scale: ScaleState
     rng: jax.Array
+    model_state: Any = ()
 
 
 def shard_params(plan: Plan, params: Any) -> Any:
@@ -74,6 +77,7 @@ def init_state(
     *,
     rng: jax.Array | int = 0,
     loss_scale: LossScale | None = None,
+    model_state: Any = (),
 ) -> TrainState:
     """The first state of a run, every array born in its place.
 
@@ -84,6 +88,8 @@ def init_state(
         plan: the plan.
         rng: a key or a seed for the steps' randomness.
         loss_scale: the loss scaler's settings; left out, dynamic for fp16 and none otherwise.
+        model_state: what the model carries beside its params (running statistics, counters, random keys), or
+            a function of nothing that makes it; see :func:`zeroj.make_train_step`.
 
     Returns:
         The state.
@@ -116,11 +122,16 @@ def init_state(
         params = jax.jit(to_params, out_shardings=shardings.params)(masters)
     scaler = init_scale(loss_scale or default_scaling(plan.precision.name))
     step, skipped, scale, key = _small(plan, (np.int32(0), np.int32(0), scaler), rng)
-    return TrainState(params, opt_state, step, skipped, scale, key)
+    carried = model_states.everywhere(plan, model_state)
+    return TrainState(params, opt_state, step, skipped, scale, key, carried)
 
 
 def abstract_state(
-    tx: optax.GradientTransformation, plan: Plan, *, loss_scale: LossScale | None = None
+    tx: optax.GradientTransformation,
+    plan: Plan,
+    *,
+    loss_scale: LossScale | None = None,
+    model_state: Any = (),
 ) -> TrainState:
     """The state as ShapeDtypeStructs with shardings: what ``step.lower`` takes, with nothing allocated."""
     wrap_optimizer(tx, plan)  # raises where tx is not the plan's
@@ -132,6 +143,8 @@ def abstract_state(
 
     counter = whole(np.int32(0))
     small: list[Any] = [counter, counter, jax.tree.map(whole, scale), whole(key)]
+    carried = jax.eval_shape(model_state) if callable(model_state) else model_state
+    small.append(jax.tree.map(whole, carried))
     return TrainState(plan.params_struct(), plan.opt_state_struct(), *small)
 
 
@@ -153,13 +166,13 @@ def full_params(state: TrainState | Any, plan: Plan) -> Any:
             if leaf.trainable:
                 values[i], placements[i] = masters[i], plan.master_placement(leaf)
     whole = [
-        _fetch(plan, value)[tuple(slice(0, n) for n in placement.shape)].astype(leaf.dtype)
+        fetch(plan, value)[tuple(slice(0, n) for n in placement.shape)].astype(leaf.dtype)
         for value, placement, leaf in zip(values, placements, plan.leaves, strict=True)
     ]
     return plan.treedef.unflatten(whole)
 
 
-def _fetch(plan: Plan, value: Any) -> np.ndarray:
+def fetch(plan: Plan, value: Any) -> np.ndarray:
     """One array, whole, on this host, whichever processes hold its shards."""
     if is_spilled(value):
         value = value.to_devices()
@@ -219,7 +232,11 @@ def _place(plan: Plan, leaf: ParamLeaf, value: Any, placement: Placement, dtype:
     sharding = plan.sharding(placement)
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         return jax.jit(lambda x: _fit(x, leaf, placement).astype(dtype), out_shardings=sharding)(value)
-    whole = np.asarray(value)[tuple(slice(0, n) for n in leaf.shape)]
+    return place_array(np.asarray(value)[tuple(slice(0, n) for n in leaf.shape)], placement, dtype, sharding)
+
+
+def place_array(whole: np.ndarray, placement: Placement, dtype: np.dtype, sharding: Any) -> jax.Array:
+    """An array in the user's shape in its place: padded, cast, and each device sent its own slice alone."""
 
     def piece(index: Any) -> np.ndarray:
         part = np.asarray(whole[index], dtype=dtype)

@@ -20,7 +20,7 @@ from zeroj.optimizer.update import rescaled
 from zeroj.optimizer.zero import ZeroOptimizer, apply_gradients, wrap_optimizer
 from zeroj.plan.mesh import traced_on
 from zeroj.plan.plan import Plan
-from zeroj.step.precision import ScaleState, all_finite, default_scaling, next_scale
+from zeroj.step.precision import ScaleState, default_scaling, finite_leaves, is_stuck, next_scale
 from zeroj.step.spilled import SpilledStep, without_files
 from zeroj.step.state import TrainState
 
@@ -39,12 +39,17 @@ def make_train_step(
     loss_over: str = "device",
     loss_scale: LossScale | None = None,
     skip_nonfinite: bool | None = None,
+    reduce_op: str = "mean",
     donate: bool = True,
 ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]:
     """Builds the jitted step ``(state, batch) -> (state, metrics)``.
 
     Args:
-        loss_fn: ``loss_fn(params, batch)`` or ``(params, batch, rng)``; see :func:`zeroj.value_and_grad`.
+        loss_fn: ``loss_fn(params, batch)`` or ``(params, batch, rng)``; see :func:`zeroj.value_and_grad`. A model
+            that carries running statistics, counters or random streams takes one more parameter by the name
+            of ``model_state`` (given to :func:`zeroj.init_state`) and returns (loss, model_state) or (loss,
+            model_state, aux): floats are averaged over devices, integers are the largest of any device,
+            keys are folded; over the global batch it is what the loss returned.
         tx: the optax optimizer, bare or wrapped by :func:`zeroj.wrap_optimizer`.
         plan: where everything lives.
         accumulation_steps: micro-batches per update.
@@ -54,6 +59,8 @@ def make_train_step(
         loss_scale: the loss scaler's settings; left out, dynamic for fp16 and none otherwise.
         skip_nonfinite: whether a step with a non-finite gradient changes nothing but the scale and
             ``skipped``; left out, True in half precision and False in fp32.
+        reduce_op: "mean", or "sum": gradients are those of the sum of the devices' means, N times as large
+            (DeepSpeed's gradient_allreduce_op); norm and clipping see them so.
         donate: whether the old state's buffers are reused for the new one.
 
     Returns:
@@ -61,7 +68,9 @@ def make_train_step(
         ``batch`` has leaves (global batch, ...). Metrics, all scalars: ``loss`` (before
         the update), ``grad_norm`` (before clipping), ``clip_factor`` (what the gradient was multiplied by),
         ``loss_scale`` (the one this step used), ``skipped`` (updates skipped so far), ``applied`` (whether
-        this one was made), ``step`` (updates made so far), and ``aux`` if the loss has one.
+        this one was made), ``step`` (updates made so far), and ``aux`` if the loss has one. Where
+        ``skip_nonfinite`` also ``stuck`` (the loss scale is as low as it may be, and gradients overflow all the
+        same) and ``finite``, one bool per trained leaf: :class:`zeroj.OverflowWatch` names the leaves.
 
     Raises:
         PlanError: now or at the first call, when something does not fit together.
@@ -70,19 +79,14 @@ def make_train_step(
         >>> step = zj.make_train_step(loss_fn, tx, plan, accumulation_steps=4, clip_norm=1.0)
         >>> state, metrics = step(state, batch)
     """
-    if not callable(loss_fn):
-        raise PlanError(f"loss_fn must be a function, not {type(loss_fn).__name__}.")
-    if accumulation_steps < 1 or (clip_norm is not None and clip_norm <= 0):
-        raise PlanError(
-            f"accumulation_steps must be at least 1 and clip_norm positive or None; "
-            f"they are {accumulation_steps} and {clip_norm}."
-        )
+    _check_arguments(loss_fn, accumulation_steps, clip_norm, reduce_op)
+    times = plan.degree if reduce_op == "sum" else 1
     view = make_view(plan, loss_over)
     wrapped = wrap_optimizer(tx, plan)
     scaling = loss_scale or default_scaling(plan.precision.name)
     skips = plan.precision.half if skip_nonfinite is None else skip_nonfinite
 
-    def head(state: TrainState, batch: Any) -> tuple[Gradients, list[jax.Array], Advance, dict[str, Any]]:
+    def head(state: TrainState, batch: Any) -> tuple[Any, ...]:
         rng = jax.random.fold_in(state.rng, state.scale.iteration)
         scale = state.scale.scale
         out = gradients(
@@ -92,34 +96,39 @@ def make_train_step(
             batch,
             rng,
             scale,
+            state.model_state,
             view=view,
             accumulation=accumulation_steps,
             has_aux=has_aux,
         )
-        grads, norm, factor = _unscale_and_clip(out.grads, scale, clip_norm)
-        finite = all_finite(out.grads) & jnp.isfinite(norm) if skips else None
-        new = _advance(state, out, finite, scaling)
+        rescaling = scale / times
+        grads, norm, factor = _unscale_and_clip(plan, out.grads, rescaling, clip_norm)
+        flags = finite_leaves(out.grads) if skips else None
+        finite = None if flags is None else jnp.all(flags) & jnp.isfinite(norm)
+        new = _advance(plan, state, out, finite, scaling)
         metrics = {
             "loss": out.loss,
             "grad_norm": norm,
             "clip_factor": factor,
             "loss_scale": scale,
-            "skipped": new.skipped,
+            "skipped": new.fields["skipped"],
             "applied": jnp.bool_(True) if new.applied is None else new.applied,
-            "step": new.step,
+            "step": new.fields["step"],
         }
-        return out, grads, new, metrics | ({"aux": out.aux} if jax.tree.leaves(out.aux) else {})
+        if finite is not None and flags is not None:
+            metrics |= {"stuck": is_stuck(state.scale, finite, scaling), "finite": flags}
+        metrics |= {"aux": out.aux} if jax.tree.leaves(out.aux) else {}
+        scalars = [out.loss, rescaling, *([factor] if clip_norm is not None else [])]
+        return out.grads, grads, scalars, new, metrics
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        out, grads, new, metrics = head(state, batch)
-        params, opt_state = _update(wrapped, state, grads, out.loss, new.applied)
-        return TrainState(params, opt_state, new.step, new.skipped, new.scale, state.rng), metrics
+        _, grads, scalars, new, metrics = head(state, batch)
+        params, opt_state = _update(wrapped, state, grads, scalars[0], new.applied)
+        return state._replace(params=params, opt_state=opt_state, **new.fields), metrics
 
     def before_update(state: TrainState, batch: Any) -> tuple[Any, ...]:
-        out, grads, new, metrics = head(state, batch)
-        counters = {"step": new.step, "skipped": new.skipped, "scale": new.scale}
-        scalars = [out.loss, state.scale.scale, *([metrics["clip_factor"]] if clip_norm is not None else [])]
-        return out.grads, scalars, counters, metrics
+        raw, _, scalars, new, metrics = head(state, batch)
+        return raw, scalars, new.fields, metrics
 
     options = flags.step_options()
     if plan.spills:
@@ -133,6 +142,18 @@ def make_train_step(
     return jax.jit(
         traced_on(plan.mesh, step), donate_argnums=(0,) if donate else (), compiler_options=options
     )
+
+
+def _check_arguments(loss_fn: Any, accumulation_steps: int, clip_norm: float | None, reduce_op: str) -> None:
+    if not callable(loss_fn):
+        raise PlanError(f"loss_fn must be a function, not {type(loss_fn).__name__}.")
+    if accumulation_steps < 1 or (clip_norm is not None and clip_norm <= 0):
+        raise PlanError(
+            f"accumulation_steps must be at least 1 and clip_norm positive or None; "
+            f"they are {accumulation_steps} and {clip_norm}."
+        )
+    if reduce_op not in ("mean", "sum"):
+        raise PlanError(f"reduce_op must be 'mean' or 'sum', not {reduce_op!r}.")
 
 
 def make_eval_step(
@@ -157,7 +178,10 @@ def make_eval_step(
     view = make_view(plan, loss_over)
 
     def step(state: TrainState, batch: Any) -> dict[str, Any]:
-        loss, aux = evaluate(loss_fn, plan, state.params, batch, state.rng, view=view, has_aux=has_aux)
+        carried = state.model_state
+        loss, aux = evaluate(
+            loss_fn, plan, state.params, batch, state.rng, carried, view=view, has_aux=has_aux
+        )
         return {"loss": loss, **({"aux": aux} if jax.tree.leaves(aux) else {})}
 
     jitted = jax.jit(traced_on(plan.mesh, step))
@@ -165,14 +189,14 @@ def make_eval_step(
 
 
 def _unscale_and_clip(
-    grads: list[jax.Array], scale: jax.Array, clip_norm: float | None
+    plan: Plan, grads: list[jax.Array], scale: jax.Array, clip_norm: float | None
 ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
     """Divides by the scale that the gradients were made with; (gradients, norm before clipping, factor)."""
-    norm = global_norm(rescaled(grads, scale))
+    norm = global_norm(rescaled(plan, grads, scale))
     if clip_norm is None:
-        return rescaled(grads, scale), norm, jnp.float32(1)
+        return rescaled(plan, grads, scale), norm, jnp.float32(1)
     factor = jnp.minimum(1.0, clip_norm / (norm + CLIP_EPSILON))
-    return rescaled(grads, scale, factor), norm, factor
+    return rescaled(plan, grads, scale, factor), norm, factor
 
 
 def global_norm(grads: list[jax.Array]) -> jax.Array:
@@ -184,16 +208,17 @@ def global_norm(grads: list[jax.Array]) -> jax.Array:
 class Advance(NamedTuple):
     """The small fields of the state after the step, and whether it is applied; None where it always is."""
 
-    step: jax.Array
-    skipped: jax.Array
-    scale: ScaleState
+    fields: dict[str, Any]
     applied: jax.Array | None
 
 
-def _advance(state: TrainState, out: Gradients, finite: jax.Array | None, scaling: LossScale) -> Advance:
+def _advance(
+    plan: Plan, state: TrainState, out: Gradients, finite: jax.Array | None, scaling: LossScale
+) -> Advance:
     """A step whose gradients are not finite, or whose loss counted nothing, changes the scaler and ``skipped`` alone.
 
     Args:
+        plan: the plan.
         state: the state before.
         out: what the pass over the batch gave.
         finite: bool scalar, or None where gradients are not looked at.
@@ -206,7 +231,16 @@ def _advance(state: TrainState, out: Gradients, finite: jax.Array | None, scalin
         applied = applied & condition
     scale = next_scale(state.scale, jnp.bool_(True) if finite is None else finite, scaling)
     done = applied.astype(jnp.int32)
-    return Advance(state.step + done, state.skipped + 1 - done, scale, applied if conditions else None)
+    carried = _carry(plan, state.model_state, out.model_state, applied if conditions else None)
+    fields = {"step": state.step + done, "skipped": state.skipped + 1 - done, "scale": scale}
+    return Advance({**fields, "model_state": carried}, applied if conditions else None)
+
+
+def _carry(plan: Plan, before: Any, after: Any, applied: jax.Array | None) -> Any:
+    """The model's state after the step, whole on every device; that before it, where the step is skipped."""
+    if applied is not None:
+        after = jax.tree.map(lambda new, old: jnp.where(applied, new, old), after, before)
+    return jax.lax.with_sharding_constraint(after, plan.replicated) if jax.tree.leaves(after) else after
 
 
 def _update(

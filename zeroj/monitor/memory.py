@@ -1,0 +1,52 @@
+"""Bytes in use on this process's first device and on its host."""
+
+from __future__ import annotations
+
+import collections
+import pathlib
+import resource
+
+import jax
+
+from zeroj.aot.text import size
+
+
+def live_bytes(device: jax.Device | None = None) -> dict[str, int]:
+    """Bytes of all live arrays on one device, by memory kind ("device", "pinned_host").
+
+    Args:
+        device: left out, this process's first.
+    """
+    device = jax.local_devices()[0] if device is None else device
+    found: collections.Counter[str] = collections.Counter()
+    for array in jax.live_arrays():
+        for shard in array.addressable_shards:
+            if shard.device == device:
+                found[array.sharding.memory_kind or "device"] += shard.data.nbytes
+    return dict(found)
+
+
+def host_bytes() -> tuple[int, int]:
+    """Resident bytes of this process, now and at most."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    try:
+        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    except OSError:  # not Linux
+        return peak, peak
+    return pages * resource.getpagesize(), peak
+
+
+def memory_text(when: str) -> str:
+    """One line: arrays by memory kind, the allocator's own count where it has one, and the process on its host.
+
+    Args:
+        when: what has just happened.
+    """
+    device = jax.local_devices()[0]
+    parts = [f"{kind} {size(count)}" for kind, count in sorted(live_bytes(device).items())]
+    stats = device.memory_stats() or {}
+    if "bytes_in_use" in stats:
+        peak = stats.get("peak_bytes_in_use", stats["bytes_in_use"])
+        parts.append(f"allocated {size(stats['bytes_in_use'])}, at most {size(peak)}")
+    now, most = host_bytes()
+    return f"memory {when}: {', '.join(parts) or 'no arrays'}; process {size(now)}, at most {size(most)}"

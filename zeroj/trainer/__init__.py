@@ -1,0 +1,1 @@
+"""A Trainer with Hugging Face's names and defaults, over the engine."""

@@ -15,6 +15,8 @@ from tests import oracle
 from tests.test_contract import optimizer
 from zeroj.spill.tier import is_spilled
 
+pytestmark = pytest.mark.slow
+
 EVERY_LEAF = {"block_size": 1}  # shards of a byte or more are spilled
 
 
@@ -29,70 +31,92 @@ def leaves(state: Any) -> list[np.ndarray]:
     return [np.asarray(x) for x in jax.tree.leaves(state.opt_state.inner)]
 
 
-def run(m: Any, tx: Any, plan: Any, steps: int, **options: Any) -> tuple[list[Any], Any]:
+def run(m: Any, tx: Any, plan: Any, **options: Any) -> tuple[list[Any], Any]:
     state = zj.init_state(m.params, tx, plan)
     step = zj.make_train_step(m.loss, tx, plan, **options)
     metrics = []
-    for batch in m.batches[:steps]:
+    for batch in m.batches:
         state, found = step(state, batch)
         metrics.append({k: np.asarray(v) for k, v in found.items()})
     return metrics, state
 
 
-def assert_same(found: tuple[list[Any], Any], wanted: tuple[list[Any], Any], plan: Any, other: Any) -> None:
+def assert_same(
+    found: tuple[list[Any], Any], wanted: tuple[list[Any], Any], plan: Any, other: Any, rtol: float
+) -> None:
+    """Bit for bit where ``rtol`` is 0."""
+
+    def same(a: Any, b: Any, err_msg: str = "") -> None:
+        np.testing.assert_allclose(
+            np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=rtol, atol=rtol / 10, err_msg=err_msg
+        )
+
     for n, (a, b) in enumerate(zip(found[0], wanted[0], strict=True)):
         for key in a:
-            np.testing.assert_array_equal(a[key], b[key], err_msg=f"{key} of step {n}")
-    jax.tree.map(
-        np.testing.assert_array_equal, zj.full_params(found[1], plan), zj.full_params(wanted[1], other)
-    )
+            same(a[key], b[key], f"{key} of step {n}")
+    jax.tree.map(same, zj.full_params(found[1], plan), zj.full_params(wanted[1], other))
     for a, b in zip(leaves(found[1]), leaves(wanted[1]), strict=True):
-        np.testing.assert_array_equal(a, b)
+        same(a, b)
 
 
-def both(
-    tmp_path: pathlib.Path,
+def compare(
+    path: pathlib.Path,
     name: str,
     stage: int,
     precision: str,
-    m: Any = None,
-    steps: int = 50,
-    engine: str = "direct",
-    zero: Any = None,
+    *,
+    beside: str = "none",
+    steps: int = 6,
+    orbax: bool = False,
+    rtol: float = 0,
+    zero: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[Any, Any]:
-    m, tx = m or oracle.model("toy"), optimizer(name)
-    mesh = oracle.mesh_of(8)
-    spilled = zj.make_plan(
-        m.params, tx, mesh, zero or spilling(tmp_path, stage), precision=precision, aio=EVERY_LEAF
-    )
-    if engine == "orbax":  # its threshold is 1 MiB, which no leaf of the toy has
+    """Trains with state in files, and with the same state on the device ("none") or the host ("cpu")."""
+    m, tx, mesh = oracle.model("toy"), optimizer(name), oracle.mesh_of(8)
+    m = m._replace(batches=(m.batches * 3)[:steps])
+    zero = spilling(path, stage, **(zero or {}))
+    spilled = zj.make_plan(m.params, tx, mesh, zero, precision=precision, aio=EVERY_LEAF)
+    if orbax:  # its threshold is 1 MiB, which no leaf of the toy has
         spilled = dataclasses.replace(spilled, spill=dataclasses.replace(spilled.spill, direct=False))
-    plain = zj.make_plan(m.params, tx, mesh, zj.Zero(stage=stage), precision=precision)
+    other = zj.Zero(stage=stage, offload_optimizer={"device": beside})
+    plain = zj.make_plan(m.params, tx, mesh, other, precision=precision)
     assert spilled.spills and not plain.spills
-    found, wanted = run(m, tx, spilled, steps, **options), run(m, tx, plain, steps, **options)
+    found, wanted = run(m, tx, spilled, **options), run(m, tx, plain, **options)
     assert any(is_spilled(x) for x in jax.tree.leaves(found[1].opt_state))
-    assert_same(found, wanted, spilled, plain)
+    assert_same(found, wanted, spilled, plain, rtol)
     return found, wanted
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), (2, "fp32"), (3, "fp32"), (3, "bf16")])
-def test_fifty_steps_of_adamw(tmp_path: pathlib.Path, stage: int, precision: str) -> None:
-    m = oracle.model("toy")
-    both(tmp_path, "adamw", stage, precision, m._replace(batches=(m.batches * 3)[:50]))
+@pytest.mark.parametrize("beside", ["none", "cpu"])
+def test_fifty_steps_of_adamw(tmp_path: pathlib.Path, beside: str) -> None:
+    compare(tmp_path, "adamw", 3, "fp32", beside=beside, steps=50)
 
 
-@pytest.mark.parametrize(
-    "name", ["adafactor", "lion", "muon", "multi_steps", "lamb", "schedule_free", "apply_if_finite"]
-)
-def test_any_optimizer(tmp_path: pathlib.Path, name: str) -> None:
-    both(tmp_path, name, 3, "fp32", steps=6)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_fp32_master_in_files(tmp_path: pathlib.Path, stage: int) -> None:
+    found, _ = compare(tmp_path, "adamw", stage, "bf16", beside="cpu")
+    assert any(is_spilled(x) for x in jax.tree.leaves(found[1].opt_state.master))
 
 
-def test_accumulation_clipping_and_serial_files(tmp_path: pathlib.Path) -> None:
-    zero = spilling(tmp_path, 2, pipeline_read=False, pipeline_write=False, buffer_count=1)
-    both(tmp_path, "adamw", 2, "bf16", steps=6, zero=zero, accumulation_steps=4, clip_norm=0.02)
+@pytest.mark.parametrize("name", "adafactor lion muon multi_steps".split())
+def test_optimizers_equal_the_host_tier(tmp_path: pathlib.Path, name: str) -> None:
+    """MultiSteps nearly: XLA rewrites its divisions by the number of mini-steps according to their neighbours."""
+    compare(tmp_path, name, 3, "fp32", beside="cpu", rtol=3e-6 if name == "multi_steps" else 0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", "sgd lamb schedule_free multi_transform apply_if_finite".split())
+def test_further_optimizers_equal_the_host_tier(tmp_path: pathlib.Path, name: str) -> None:
+    compare(tmp_path, name, 3, "fp32", beside="cpu")
+
+
+def test_accumulation_clipping_and_files_one_after_the_other(tmp_path: pathlib.Path) -> None:
+    """Nearly: XLA fuses the last division of accumulated gradients with the update where both are one program."""
+    serial = {"pipeline_read": False, "pipeline_write": False, "buffer_count": 1}
+    more = {"accumulation_steps": 4, "clip_norm": 0.02, "rtol": 3e-6}
+    compare(tmp_path, "adamw", 2, "bf16", beside="cpu", zero=serial, **more)
 
 
 def test_the_orbax_engine(tmp_path: pathlib.Path) -> None:
-    both(tmp_path, "adamw", 3, "fp32", steps=4, engine="orbax")
+    compare(tmp_path, "adamw", 3, "fp32", orbax=True)

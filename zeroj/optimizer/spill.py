@@ -11,6 +11,7 @@ import math
 from collections import Counter, deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ import optax
 from zeroj import _compat
 from zeroj.optimizer.flow import Op, run_op, value_of
 from zeroj.optimizer.partition import SplitUpdate, split_update
-from zeroj.optimizer.update import Arrays, as_params, rescaled, updated
+from zeroj.optimizer.update import Arrays, as_params, updated
 from zeroj.plan.mesh import traced_on
 from zeroj.plan.offload import NVME
 from zeroj.plan.plan import Plan
@@ -46,15 +47,10 @@ class Part:
 
 
 class Layout:
-    """The inputs of an update by number: masters, gradients, state, scalars; and where each lives.
+    """The inputs of an update by number: masters, gradients, state, the loss; and where each lives."""
 
-    The gradients are those of the scaled loss: dividing them by the scale is part of the update, as it is of a step
-    that is one program, so that XLA rewrites both alike. The scalars are the loss, the scale, and the factor
-    of clipping where there is one.
-    """
-
-    def __init__(self, plan: Plan, clips: bool) -> None:
-        self.plan, self.scalars = plan, 3 if clips else 2
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
         self.numbers = [i for i, leaf in enumerate(plan.leaves) if leaf.trainable]
         self.live = [plan.leaves[i] for i in self.numbers]
         self.count, self.inner_at = len(self.live), 2 * len(self.live)
@@ -62,7 +58,7 @@ class Layout:
         names = {leaf.path: j for j, leaf in enumerate(self.live)}
         own = list(range(self.count))
         self.inner_owners = [names.get(s.owner) for s in plan.state_leaves]
-        self.owners: list[int | None] = [*own, *own, *self.inner_owners, *[None] * self.scalars]
+        self.owners: list[int | None] = [*own, *own, *self.inner_owners, None]
         self.out_owners: list[int | None] = [*own, *self.inner_owners]
 
     def struct(self, index: int) -> jax.ShapeDtypeStruct:
@@ -75,7 +71,7 @@ class Layout:
             return self._struct(state.placement, state.dtype)
         leaf = self.live[index % self.count]
         if index >= self.count:
-            return self._struct(plan.grad_placement(leaf), plan.precision.gradient(leaf.dtype))
+            return self._struct(plan.grad_placement(leaf), plan.precision.seen(leaf.dtype))
         if plan.has_master:
             return self._struct(plan.master_placement(leaf), plan.master_dtype(leaf))
         return self._struct(plan.param_placement(leaf), plan.param_dtype(leaf))
@@ -102,12 +98,10 @@ class SpilledUpdate:
             the largest part.
     """
 
-    def __init__(
-        self, tx: optax.GradientTransformationExtraArgs, plan: Plan, clips: bool, donate: bool = True
-    ) -> None:
+    def __init__(self, tx: optax.GradientTransformationExtraArgs, plan: Plan, donate: bool = True) -> None:
         assert plan.spill is not None
         self.plan, self.donate, self.settings = plan, donate, plan.spill
-        self.layout = Layout(plan, clips)
+        self.layout = Layout(plan)
         self.split = self._take_apart(tx)
         spilled = self._spilled_inputs()
         groups = range(len(self.split.groups))
@@ -199,13 +193,28 @@ class SpilledUpdate:
         XLA divides by a number that is used once by multiplying with its reciprocal, and so rounds otherwise than
         in a program of all leaves. Such numbers become results of the part, which is a second use.
         """
-        flow = self.split.flow
-        count = lambda ops, outs: Counter(  # noqa: E731
-            [v for op in ops for v in op.operands if isinstance(v, int)]
-            + [v for v in outs if isinstance(v, int)]
-        )
-        here, whole = count(ops, [flow.outs[n] for n in part.outputs]), count(flow.ops, flow.outs)
-        return [v for v, n in here.items() if n == 1 and whole[v] > 1 and flow.shape(v) == ()]
+        flow, same = self.split.flow, self._same
+
+        def uses(ops: list[Op], outs: list[Any]) -> Counter[int]:
+            return Counter(
+                same.get(v, v) for v in [*(v for op in ops for v in op.operands), *outs] if type(v) is int
+            )
+
+        here, whole = uses(ops, [flow.outs[n] for n in part.outputs]), uses(flow.ops, flow.outs)
+        mine = {same.get(v, v): v for op in ops for v in (*op.operands, *op.outputs) if type(v) is int}
+        return [mine[v] for v, n in here.items() if n == 1 and whole[v] > 1 and flow.shape(v) == ()]
+
+    @cached_property
+    def _same(self) -> dict[int, int]:
+        """Numbers that are computed again for every leaf -> the first of them, as XLA finds them."""
+        first: dict[Any, tuple[int, ...]] = {}
+        same: dict[int, int] = {}
+        for op in self.split.flow.ops:
+            if all(self.split.flow.shape(v) == () for v in op.outputs):
+                operands = tuple(same.get(v, v) if isinstance(v, int) else id(v.value) for v in op.operands)
+                known = first.setdefault((op.name, operands), op.outputs)
+                same.update(zip(op.outputs, known, strict=False))
+        return same
 
     def _outputs(self, output: int, value: Any) -> list[Any]:
         if output >= self.layout.count:
@@ -244,8 +253,7 @@ class SpilledUpdate:
         def update(values: list[Any]) -> Any:
             n = layout.count
             masters, grads, inner = values[:n], values[n : 2 * n], values[layout.inner_at : layout.end]
-            loss, scale, *factor = values[layout.end :]
-            grads = rescaled(plan, grads, scale, *factor)
+            loss = values[layout.end]
             rest = iter(grads)
             tree = plan.treedef.unflatten([next(rest) if x.trainable else None for x in plan.leaves])
             return updated(tx, plan, masters, grads, inner, None, {"value": loss, "grad": tree})
@@ -280,12 +288,12 @@ class Pass:
             reading.wait()
             reading.release()
 
-    def run(self, grads: list[Any], scalars: list[jax.Array]) -> Arrays:
+    def run(self, grads: list[Any], loss: jax.Array) -> Arrays:
         """Updates everything.
 
         Args:
             grads: the gradients of trainable leaves; emptied on the way, so that each can be freed after its use.
-            scalars: the loss, the loss scale, the factor of clipping if there is one.
+            loss: the loss.
 
         Raises:
             SpillError: a read or write failed. The state is lost then, and says so when it is used again.
@@ -293,7 +301,7 @@ class Pass:
         update = self.update
         self.values[self.layout.count : self.layout.inner_at] = grads
         grads.clear()
-        self.values += scalars
+        self.values.append(loss)
         shared, outs = update.shared(self.values)
         for part in [update.resident, *update.parts]:
             update.program(part, shared)  # compiled before anything is changed

@@ -88,16 +88,6 @@ def updated(
     return shards, plan.state_treedef.flatten_up_to(store_state(plan, after))
 
 
-def rescaled(
-    plan: Plan, grads: list[jax.Array], scale: jax.Array, factor: jax.Array | None = None
-) -> list[jax.Array]:
-    """Gradients as the optimizer sees them: divided by the scale of the loss, multiplied by the factor of clipping."""
-    live = [leaf for leaf in plan.leaves if leaf.trainable]
-    grads = [g.astype(plan.precision.seen(x.dtype)) for g, x in zip(grads, live, strict=True)]
-    grads = [g / scale.astype(g.dtype) for g in grads]
-    return grads if factor is None else [g * factor.astype(g.dtype) for g in grads]
-
-
 def unflatten(plan: Plan, live: list[Any]) -> Any:
     """The tree of params from values of its trainable leaves; frozen ones are ``optax.MaskedNode``."""
     rest = iter(live)

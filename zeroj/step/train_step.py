@@ -16,11 +16,10 @@ from zeroj.gather.evaluate import evaluate
 from zeroj.gather.gradients import Gradients, gradients
 from zeroj.gather.views import make_view
 from zeroj.optimizer.spill import SpilledUpdate
-from zeroj.optimizer.update import rescaled
 from zeroj.optimizer.zero import ZeroOptimizer, apply_gradients, wrap_optimizer
 from zeroj.plan.mesh import traced_on
 from zeroj.plan.plan import Plan
-from zeroj.step.precision import ScaleState, default_scaling, finite_leaves, is_stuck, next_scale
+from zeroj.step.precision import default_scaling, finite_leaves, is_stuck, next_scale
 from zeroj.step.spilled import SpilledStep, without_files
 from zeroj.step.state import TrainState
 
@@ -101,8 +100,7 @@ def make_train_step(
             accumulation=accumulation_steps,
             has_aux=has_aux,
         )
-        rescaling = scale / times
-        grads, norm, factor = _unscale_and_clip(plan, out.grads, rescaling, clip_norm)
+        grads, norm, factor = _unscale_and_clip(plan, out.grads, scale / times, clip_norm)
         flags = finite_leaves(out.grads) if skips else None
         finite = None if flags is None else jnp.all(flags) & jnp.isfinite(norm)
         new = _advance(plan, state, out, finite, scaling)
@@ -118,27 +116,30 @@ def make_train_step(
         if finite is not None and flags is not None:
             metrics |= {"stuck": is_stuck(state.scale, finite, scaling), "finite": flags}
         metrics |= {"aux": out.aux} if jax.tree.leaves(out.aux) else {}
-        scalars = [out.loss, rescaling, *([factor] if clip_norm is not None else [])]
-        return out.grads, grads, scalars, new, metrics
+        if (
+            plan.streams or plan.spills
+        ):  # so that the host's tier and files' round alike, whatever XLA makes of it
+            grads = [jax.lax.optimization_barrier(g) for g in grads]
+        return grads, new, metrics
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        _, grads, scalars, new, metrics = head(state, batch)
-        params, opt_state = _update(wrapped, state, grads, scalars[0], new.applied)
+        grads, new, metrics = head(state, batch)
+        params, opt_state = _update(wrapped, state, grads, metrics["loss"], new.applied)
         return state._replace(params=params, opt_state=opt_state, **new.fields), metrics
 
     def before_update(state: TrainState, batch: Any) -> tuple[Any, ...]:
-        raw, _, scalars, new, metrics = head(state, batch)
-        return raw, scalars, new.fields, metrics
+        grads, new, metrics = head(state, batch)
+        return grads, new.fields, metrics
 
     options = flags.step_options()
     if plan.spills:
         shardings = [plan.sharding(plan.grad_placement(leaf)) for leaf in plan.leaves if leaf.trainable]
         program = jax.jit(
             traced_on(plan.mesh, before_update),
-            out_shardings=(shardings, plan.replicated, plan.replicated, None),
+            out_shardings=(shardings, plan.replicated, None),
             compiler_options=options,
         )
-        return SpilledStep(program, SpilledUpdate(wrapped.user_tx, plan, clip_norm is not None, donate))
+        return SpilledStep(program, SpilledUpdate(wrapped.user_tx, plan, donate))
     return jax.jit(
         traced_on(plan.mesh, step), donate_argnums=(0,) if donate else (), compiler_options=options
     )
@@ -192,11 +193,14 @@ def _unscale_and_clip(
     plan: Plan, grads: list[jax.Array], scale: jax.Array, clip_norm: float | None
 ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
     """Divides by the scale that the gradients were made with; (gradients, norm before clipping, factor)."""
-    norm = global_norm(rescaled(plan, grads, scale))
+    live = [leaf for leaf in plan.leaves if leaf.trainable]
+    grads = [g.astype(plan.precision.seen(x.dtype)) for g, x in zip(grads, live, strict=True)]
+    grads = [g / scale.astype(g.dtype) for g in grads]
+    norm = global_norm(grads)
     if clip_norm is None:
-        return rescaled(plan, grads, scale), norm, jnp.float32(1)
+        return grads, norm, jnp.float32(1)
     factor = jnp.minimum(1.0, clip_norm / (norm + CLIP_EPSILON))
-    return rescaled(plan, grads, scale, factor), norm, factor
+    return [g * factor.astype(g.dtype) for g in grads], norm, factor
 
 
 def global_norm(grads: list[jax.Array]) -> jax.Array:

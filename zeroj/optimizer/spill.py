@@ -22,9 +22,8 @@ from zeroj.optimizer.flow import Op, run_op, value_of
 from zeroj.optimizer.partition import SplitUpdate, split_update
 from zeroj.optimizer.update import Arrays, as_params, updated
 from zeroj.plan.mesh import traced_on
-from zeroj.plan.offload import NVME
 from zeroj.plan.plan import Plan
-from zeroj.plan.rules import Placement
+from zeroj.plan.rules import NVME, Placement
 from zeroj.spill.buffers import Arenas, round_up
 from zeroj.spill.tier import Reading, SpilledArray, Tier, arena_bytes, is_spilled, start_writes
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jax.sharding import Mesh
 
-from zeroj.plan.rules import Placement
+from zeroj.plan.rules import NVME, Placement
 
 if TYPE_CHECKING:
     from zeroj.plan.plan import Plan
@@ -26,7 +26,7 @@ class MemoryReport:
 
     Attributes:
         device: part -> bytes on each device: "params", "master", "opt_state", "grads", "accumulator".
-        host: part -> bytes in each host's memory.
+        host: part -> bytes in each host's memory; "spill_buffers" at most, while state in files is updated.
         nvme: part -> bytes on each host's disk.
         whole: part -> bytes the same part would take unsharded on one device.
     """
@@ -78,10 +78,32 @@ def memory_report(plan: Plan) -> MemoryReport:
     shards = {
         part: sum(shard_bytes(plan, p, d) for p, d in rows if not p.memory) for part, rows in parts.items()
     }
-    held = {part: sum(shard_bytes(plan, p, d) for p, d in rows if p.memory) for part, rows in parts.items()}
-    host = {part: count * devices_per_host(plan.mesh) for part, count in held.items() if count}
+    off = {part: [(p.memory, shard_bytes(plan, p, d)) for p, d in rows] for part, rows in parts.items()}
+    many = devices_per_host(plan.mesh)
+
+    def held(wanted: Callable[[str], bool]) -> dict[str, int]:
+        counts = {part: sum(n for kind, n in rows if kind and wanted(kind)) for part, rows in off.items()}
+        return {part: count * many for part, count in counts.items() if count}
+
+    host = held(lambda kind: kind != NVME)
+    nvme = held(lambda kind: kind == NVME)
+    if nvme and plan.spill is not None:
+        host["spill_buffers"] = plan.spill.buffer_count * _largest_spilled(plan) * many
     whole = {part: sum(math.prod(p.shape) * d.itemsize for p, d in rows) for part, rows in parts.items()}
-    return MemoryReport(device=shards, host=host, whole=whole)
+    return MemoryReport(device=shards, host=host, nvme=nvme, whole=whole)
+
+
+def _largest_spilled(plan: Plan) -> int:
+    """Bytes on one device of the files of the leaf that has most of them."""
+    counts: Counter[str] = Counter()
+    for state in plan.state_leaves:
+        if state.placement.memory == NVME:
+            counts[state.owner] += shard_bytes(plan, state.placement, state.dtype)
+    for leaf in plan.leaves:
+        placement = plan.master_placement(leaf)
+        if plan.has_master and leaf.trainable and placement.memory == NVME:
+            counts[leaf.path] += shard_bytes(plan, placement, plan.master_dtype(leaf))
+    return max(counts.values(), default=0)
 
 
 def devices_per_host(mesh: Any) -> int:

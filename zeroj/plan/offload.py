@@ -11,17 +11,13 @@ from jax.sharding import Mesh
 from zeroj.config.zero import Zero
 from zeroj.errors import PlanError
 from zeroj.plan.memory import shard_bytes
-from zeroj.plan.rules import Placement
+from zeroj.plan.rules import NVME, Placement
 
 if TYPE_CHECKING:
     from zeroj.plan.plan import ParamLeaf, Plan
 
 #: Page-locked host memory: what a GPU copies from and to at full speed, while it computes.
 PINNED = "pinned_host"
-
-
-#: Not a memory kind of JAX's: what a placement's ``memory`` says of an array that lies in files.
-NVME = "nvme"
 
 
 def state_off_device(zero: Zero) -> bool:

@@ -20,7 +20,7 @@ from zeroj.errors import PlanError
 from zeroj.plan import offload, tree
 from zeroj.plan.mesh import zero_axes_of
 from zeroj.plan.precision import Precision, make_precision
-from zeroj.plan.rules import Placement, auto_threshold, place
+from zeroj.plan.rules import NVME, Placement, auto_threshold, place
 
 #: What ``Zero.needs()`` may name that plans can do.
 SUPPORTED = frozenset({"offload_optimizer:cpu", "offload_optimizer:nvme", "offload_optimizer:ratio", "nvme"})
@@ -132,13 +132,13 @@ class Plan:
     @cached_property
     def streams(self) -> bool:
         """Whether any of the optimizer's state lives in host memory, and so is streamed through the device."""
-        return any(leaf.state_memory not in ("", offload.NVME) for leaf in self.leaves)
+        return any(leaf.state_memory not in ("", NVME) for leaf in self.leaves)
 
     @cached_property
     def spills(self) -> bool:
         """Whether any of the optimizer's state lies in files."""
-        masters = self.has_master and any(leaf.state_memory == offload.NVME for leaf in self.leaves)
-        return masters or any(leaf.placement.memory == offload.NVME for leaf in self.state_leaves)
+        masters = self.has_master and any(leaf.state_memory == NVME for leaf in self.leaves)
+        return masters or any(leaf.placement.memory == NVME for leaf in self.state_leaves)
 
     # -- placements, in the order of ``leaves`` ----------------------------------------------------
 
@@ -172,7 +172,7 @@ class Plan:
 
     def sharding(self, placement: Placement) -> NamedSharding:
         """The NamedSharding of one placement, memory kind included; of what lies in files, once it is read."""
-        kind = None if placement.memory == offload.NVME else placement.memory or None
+        kind = None if placement.memory == NVME else placement.memory or None
         return NamedSharding(self.mesh, placement.spec, memory_kind=kind)
 
     @property

@@ -7,9 +7,8 @@ from typing import Any
 
 import jax
 
-from zeroj.plan.offload import NVME
 from zeroj.plan.plan import Plan
-from zeroj.plan.rules import Placement
+from zeroj.plan.rules import NVME, Placement
 from zeroj.spill.tier import SpilledArray, Tier
 
 

@@ -20,6 +20,7 @@ from tests.step.test_spilled import EVERY_LEAF, spilling
 from tests.test_contract import optimizer
 from zeroj.spill.folder import NAME
 from zeroj.spill.tier import SpilledArray, is_spilled
+from zeroj.step.precision import default_scaling
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
@@ -145,11 +146,7 @@ def test_a_skipped_step_touches_no_file(tmp_path: pathlib.Path) -> None:
 
 
 def _scaling() -> Any:
-    from zeroj.config.precision import LossScale
-
-    return (
-        dataclasses.replace(LossScale(), init_scale=2.0**30) if dataclasses.is_dataclass(LossScale) else None
-    )
+    return dataclasses.replace(default_scaling("fp16"), initial_power=19, hysteresis=1)
 
 
 def test_the_files_of_a_state_go_with_it(job: Job, tmp_path: pathlib.Path) -> None:

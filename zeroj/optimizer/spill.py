@@ -243,7 +243,8 @@ class SpilledUpdate:
             struct = self.layout.struct(i)
             shard = struct.sharding.shard_shape(struct.shape)
             each = round_up(jax.numpy.dtype(struct.dtype).itemsize * math.prod(shard))
-            total += each * len(struct.sharding.addressable_devices)
+            indices = struct.sharding.addressable_devices_indices_map(struct.shape).values()
+            total += each * len({str(index) for index in indices})
         return total
 
     def _take_apart(self, tx: optax.GradientTransformationExtraArgs) -> SplitUpdate:

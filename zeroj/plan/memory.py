@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -78,31 +78,32 @@ def memory_report(plan: Plan) -> MemoryReport:
     shards = {
         part: sum(shard_bytes(plan, p, d) for p, d in rows if not p.memory) for part, rows in parts.items()
     }
-    off = {part: [(p.memory, shard_bytes(plan, p, d)) for p, d in rows] for part, rows in parts.items()}
     many = devices_per_host(plan.mesh)
-
-    def held(wanted: Callable[[str], bool]) -> dict[str, int]:
-        counts = {part: sum(n for kind, n in rows if kind and wanted(kind)) for part, rows in off.items()}
-        return {part: count * many for part, count in counts.items() if count}
-
-    host = held(lambda kind: kind != NVME)
-    nvme = held(lambda kind: kind == NVME)
+    held = {
+        part: sum(shard_bytes(plan, p, d) for p, d in rows if p.memory not in ("", NVME)) * many
+        for part, rows in parts.items()
+    }
+    files = {
+        part: sum(file_bytes(plan, p, d) for p, d in rows if p.memory == NVME) for part, rows in parts.items()
+    }
+    host = {part: count for part, count in held.items() if count}
+    nvme = {part: count for part, count in files.items() if count}
     if nvme and plan.spill is not None:
-        host["spill_buffers"] = plan.spill.buffer_count * _largest_spilled(plan) * many
+        host["spill_buffers"] = plan.spill.buffer_count * _largest_spilled(plan)
     whole = {part: sum(math.prod(p.shape) * d.itemsize for p, d in rows) for part, rows in parts.items()}
     return MemoryReport(device=shards, host=host, nvme=nvme, whole=whole)
 
 
 def _largest_spilled(plan: Plan) -> int:
-    """Bytes on one device of the files of the leaf that has most of them."""
+    """Bytes on one host of the files of the leaf that has most of them."""
     counts: Counter[str] = Counter()
     for state in plan.state_leaves:
         if state.placement.memory == NVME:
-            counts[state.owner] += shard_bytes(plan, state.placement, state.dtype)
+            counts[state.owner] += file_bytes(plan, state.placement, state.dtype)
     for leaf in plan.leaves:
         placement = plan.master_placement(leaf)
         if plan.has_master and leaf.trainable and placement.memory == NVME:
-            counts[leaf.path] += shard_bytes(plan, placement, plan.master_dtype(leaf))
+            counts[leaf.path] += file_bytes(plan, placement, plan.master_dtype(leaf))
     return max(counts.values(), default=0)
 
 
@@ -111,6 +112,13 @@ def devices_per_host(mesh: Any) -> int:
     if isinstance(mesh, Mesh):
         return max(Counter(device.process_index for device in mesh.devices.flat).values())
     return math.prod(size for axis, size in mesh.shape.items() if axis != "node")
+
+
+def file_bytes(plan: Plan, placement: Placement, dtype: np.dtype) -> int:
+    """Bytes of one leaf in files of one host, at most: its devices' distinct shards."""
+    shard = shard_bytes(plan, placement, dtype)
+    shards = math.prod(placement.padded) * np.dtype(dtype).itemsize // max(shard, 1)
+    return shard * min(shards, devices_per_host(plan.mesh))
 
 
 def shard_bytes(plan: Plan, placement: Placement, dtype: np.dtype) -> int:

@@ -233,6 +233,11 @@ def executable_text(executable: Any) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
+def is_on_host(value: Any) -> bool:
+    """Whether a traced array lives in host memory."""
+    return getattr(jax.typeof(value), "memory_space", None) == jax.memory.Space.Host
+
+
 def is_tracer(value: Any) -> bool:
     """Whether ``value`` stands for an array in a program that is being traced, and so holds no data."""
     return isinstance(value, jax.core.Tracer)

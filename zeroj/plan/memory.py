@@ -71,7 +71,7 @@ def memory_report(plan: Plan) -> MemoryReport:
         if plan.has_master
         else [],
         "opt_state": [(leaf.placement, leaf.dtype) for leaf in plan.state_leaves],
-        "grads": [(plan.grad_placement(leaf), policy.gradient(leaf.dtype)) for leaf in live],
+        "grads": [_gradient(plan, leaf) for leaf in live],
         "accumulator": [
             (leaf.placement if accumulates else leaf.placement.whole(), policy.accumulator(leaf.dtype))
             for leaf in live
@@ -86,6 +86,14 @@ def memory_report(plan: Plan) -> MemoryReport:
     if any(leaf.placement.wire.kept for leaf in plan.leaves):
         shards["secondary"] = sum(secondary_bytes(plan, leaf) for leaf in plan.leaves)
     return MemoryReport(device=shards, host=host, whole=whole)
+
+
+def _gradient(plan: Plan, leaf: ParamLeaf) -> tuple[Placement, np.dtype]:
+    """A gradient at the end of the backward pass: in host memory it waits in the dtype in which it arose."""
+    placement, kind = plan.grad_placement(leaf), plan.gradient_memory(leaf)
+    if kind:
+        return placement.at(kind), plan.precision.compute(leaf.dtype)
+    return placement, plan.precision.gradient(leaf.dtype)
 
 
 def devices_per_host(mesh: Any) -> int:

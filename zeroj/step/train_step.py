@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from zeroj import flags
+from zeroj import _compat, flags
 from zeroj.config.precision import LossScale
 from zeroj.errors import PlanError
 from zeroj.gather.evaluate import evaluate
 from zeroj.gather.gradients import Gradients, gradients
 from zeroj.gather.views import make_view
+from zeroj.optimizer.norms import sum_of_squares
 from zeroj.optimizer.zero import ZeroOptimizer, apply_gradients, wrap_optimizer
 from zeroj.plan.mesh import traced_on
 from zeroj.plan.plan import Plan
-from zeroj.step.precision import default_scaling, finite_leaves, is_stuck, next_scale
+from zeroj.step.precision import default_scaling, is_stuck, next_scale
 from zeroj.step.state import TrainState
 
 #: Added to the norm before it divides, as DeepSpeed does: clip_factor = min(1, max_norm / (norm + 1e-6)).
@@ -96,15 +97,16 @@ def make_train_step(
             view=view,
             accumulation=accumulation_steps,
             has_aux=has_aux,
+            host=True,
         )
-        grads, norm, factor = _unscale_and_clip(plan, out.grads, scale / times, clip_norm)
-        flags = finite_leaves(out.grads) if skips else None
-        finite = None if flags is None else jnp.all(flags) & jnp.isfinite(norm)
-        new, applied = _advance(wrapped, state, out, grads, finite, scaling)
+        clipped = _unscale_and_clip(plan, out.grads, scale / times, clip_norm)
+        flags = clipped.finite if skips else None
+        finite = None if flags is None else jnp.all(flags) & jnp.isfinite(clipped.norm)
+        new, applied = _advance(wrapped, state, out, clipped, finite, scaling)
         metrics = {
             "loss": out.loss,
-            "grad_norm": norm,
-            "clip_factor": factor,
+            "grad_norm": clipped.norm,
+            "clip_factor": clipped.factor,
             "loss_scale": scale,
             "skipped": new.skipped,
             "applied": applied,
@@ -163,31 +165,60 @@ def make_eval_step(
     return jax.jit(traced_on(plan.mesh, step))
 
 
-def _unscale_and_clip(
-    plan: Plan, grads: list[jax.Array], scale: jax.Array, clip_norm: float | None
-) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-    """Divides by the scale that the gradients were made with; (gradients, norm before clipping, factor)."""
+class Clipped(NamedTuple):
+    """Gradients as the optimizer is to see them.
+
+    Attributes:
+        grads: unscaled and clipped; those in host memory as they came, for ``finish`` to do it.
+        norm: fp32 scalar, the global norm before clipping.
+        factor: fp32 scalar, what they were multiplied by.
+        finite: bool (leaves,), for each whether all its elements, on every device, are finite.
+        finish: unscales and clips what of a gradient is brought to the device.
+    """
+
+    grads: list[jax.Array]
+    norm: jax.Array
+    factor: jax.Array
+    finite: jax.Array
+    finish: Callable[[jax.Array], jax.Array]
+
+
+def _unscale_and_clip(plan: Plan, raw: list[jax.Array], scale: jax.Array, clip_norm: float | None) -> Clipped:
+    """Divides by the scale that the gradients were made with, and clips by the global norm."""
     live = [leaf for leaf in plan.leaves if leaf.trainable]
-    grads = [g.astype(plan.precision.seen(x.dtype)) for g, x in zip(grads, live, strict=True)]
-    grads = [g / scale.astype(g.dtype) for g in grads]
-    norm = global_norm(grads)
-    if clip_norm is None:
-        return grads, norm, jnp.float32(1)
-    factor = jnp.minimum(1.0, clip_norm / (norm + CLIP_EPSILON))
-    return [g * factor.astype(g.dtype) for g in grads], norm, factor
+    away = [_compat.is_on_host(g) for g in raw]
+    grads = [
+        g if host else (wide := g.astype(plan.precision.seen(x.dtype))) / scale.astype(wide.dtype)
+        for g, x, host in zip(raw, live, away, strict=True)
+    ]
+    one = jnp.float32(1)
+    squares = [
+        sum_of_squares(g, scale if host else one, plan.degree) for g, host in zip(grads, away, strict=True)
+    ]
+    norm = jnp.sqrt(sum(squares, start=jnp.float32(0)))
+    factor = one if clip_norm is None else jnp.minimum(1.0, clip_norm / (norm + CLIP_EPSILON))
 
+    def clipped(grad: jax.Array) -> jax.Array:
+        return grad if clip_norm is None else grad * factor.astype(grad.dtype)
 
-def global_norm(grads: list[jax.Array]) -> jax.Array:
-    """The L2 norm over all leaves of global arrays, in fp32, each element counted once."""
-    squares = [jnp.sum(jnp.square(g.astype(jnp.promote_types(g.dtype, jnp.float32)))) for g in grads]
-    return jnp.sqrt(sum(squares, start=jnp.float32(0)))
+    def finish(grad: jax.Array) -> jax.Array:
+        wide = grad.astype(plan.precision.seen(grad.dtype))
+        return clipped(wide / scale.astype(wide.dtype))
+
+    flags = [
+        jnp.isfinite(square) if host else jnp.all(jnp.isfinite(g))
+        for g, square, host in zip(raw, squares, away, strict=True)
+    ]
+    finite = jnp.stack(flags) if flags else jnp.ones((0,), bool)
+    done = [g if host else clipped(g) for g, host in zip(grads, away, strict=True)]
+    return Clipped(done, norm, factor, finite, finish)
 
 
 def _advance(
     tx: ZeroOptimizer,
     state: TrainState,
     out: Gradients,
-    grads: list[jax.Array],
+    clipped: Clipped,
     finite: jax.Array | None,
     scaling: LossScale,
 ) -> tuple[TrainState, jax.Array]:
@@ -199,7 +230,7 @@ def _advance(
         tx: the wrapped optimizer.
         state: the state before.
         out: what the pass over the batch gave.
-        grads: its gradients, unscaled and clipped.
+        clipped: its gradients, unscaled and clipped.
         finite: bool scalar, or None where gradients are not looked at.
         scaling: the loss scaler's settings.
     """
@@ -208,7 +239,7 @@ def _advance(
     applied = jnp.bool_(True)
     for condition in conditions:
         applied = applied & condition
-    params, opt_state = _update(tx, state, grads, out.loss, applied if conditions else None)
+    params, opt_state = _update(tx, state, clipped, out.loss, applied if conditions else None)
     scale = next_scale(state.scale, jnp.bool_(True) if finite is None else finite, scaling)
     done = applied.astype(jnp.int32)
     counters = (state.step + done, state.skipped + 1 - done, scale, state.rng)
@@ -226,12 +257,20 @@ def _carry(plan: Plan, before: Any, after: Any, applied: jax.Array | None) -> An
 def _update(
     tx: ZeroOptimizer,
     state: TrainState,
-    grads: list[jax.Array],
+    clipped: Clipped,
     loss: jax.Array,
     applied: jax.Array | None,
 ) -> tuple[Any, Any]:
-    plan, live = tx.plan, iter(grads)
+    plan, live = tx.plan, iter(clipped.grads)
     tree = plan.treedef.unflatten([next(live) if leaf.trainable else None for leaf in plan.leaves])
     return apply_gradients(
-        tx.user_tx, plan, tree, state.opt_state, state.params, applied=applied, value=loss, grad=tree
+        tx.user_tx,
+        plan,
+        tree,
+        state.opt_state,
+        state.params,
+        applied=applied,
+        finish=clipped.finish,
+        value=loss,
+        grad=tree,
     )

@@ -237,6 +237,11 @@ def executable_text(executable: Any) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
+def is_on_host(value: Any) -> bool:
+    """Whether a traced array lives in host memory."""
+    return getattr(jax.typeof(value), "memory_space", None) == jax.memory.Space.Host
+
+
 def before_shutdown(callback: Callable[[], None]) -> None:
     """Has a function called when the main thread ends, while threads can still be started and waited for.
 

@@ -38,6 +38,8 @@ from zeroj.step.access import get_local as get_local
 from zeroj.step.access import set_full as set_full
 from zeroj.step.access import set_local as set_local
 from zeroj.step.batch import shard_batch as shard_batch
+from zeroj.step.move import offload_states as offload_states
+from zeroj.step.move import reload_states as reload_states
 from zeroj.step.overflow import OverflowWatch as OverflowWatch
 from zeroj.step.state import TrainState as TrainState
 from zeroj.step.state import abstract_state as abstract_state

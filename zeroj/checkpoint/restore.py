@@ -17,6 +17,7 @@ from zeroj.checkpoint.layout import key_data, optimizer_targets, param_targets, 
 from zeroj.checkpoint.manifest import Leaf, Manifest
 from zeroj.config.precision import LossScale
 from zeroj.errors import CheckpointError
+from zeroj.plan.host_memory import check_host_memory
 from zeroj.plan.plan import Plan
 from zeroj.plan.tree import ZeroOptState
 from zeroj.step.state import TrainState
@@ -55,6 +56,7 @@ def restore_state(
     Raises:
         CheckpointError: what is stored does not fit the plan; lists every leaf.
     """
+    check_host_memory(plan)
     masters = _masters(folder, manifest, plan, fill if partial else None)
     differing = [] if weights_only else _optimizer_faults(manifest, plan, partial)
     fresh = weights_only or bool(differing)

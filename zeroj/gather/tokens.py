@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zeroj.gather import lazy
 from zeroj.gather.kept import Kept, Key, Near
 from zeroj.gather.lazy import Shard
 from zeroj.plan.rules import Placement
@@ -74,11 +75,11 @@ class Gathers:
         self._total += size
         self._in_bucket += size
         kept = {key: self.kept[Key(*key)].value for key in new if Key(*key) in self.kept}
-        arrays = [kept[key] if key in kept else s.array.astype(s.dtype) for key, s in new.items()]
+        arrays = [kept[key] if key in kept else lazy.stored(s) for key, s in new.items()]
         if self._total > size or not self.free_start:
             arrays, self.gate = jax.lax.optimization_barrier((arrays, self.gate))
         for (key, shard), array in zip(new.items(), arrays, strict=True):
-            near = array if key in kept else self._gather.near(array, shard.placement)
+            near = array if key in kept else self._gather.near(lazy.fetched(array, shard), shard.placement)
             if key not in kept and shard.placement.wire.kept:
                 self.kept[Key(*key)] = Near(shard, near)
             self._whole[key] = (self._total, shard, self._gather.gather(near, shard.placement, shard.dtype))

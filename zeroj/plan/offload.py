@@ -25,13 +25,14 @@ def state_on_host(zero: Zero) -> bool:
 
 
 def offloaded(plan: Plan) -> Plan:
-    """The plan with the optimizer state that its config offloads in host memory.
+    """The plan with the params and the optimizer state that its config offloads in host memory.
 
     Leaves of at most the persistence threshold stay on the device: moving a few bytes costs more than it saves.
 
     Raises:
         PlanError: the devices have no such memory.
     """
+    plan = _params_offloaded(plan)
     part = plan.zero.offload_optimizer
     if part is None or part.device != "cpu":
         return plan
@@ -45,6 +46,19 @@ def offloaded(plan: Plan) -> Plan:
         for s in plan.state_leaves
     )
     return replace(plan, leaves=leaves, state_leaves=state)
+
+
+def _params_offloaded(plan: Plan) -> Plan:
+    part = plan.zero.offload_param
+    if part is None or part.device != "cpu":
+        return plan
+    kind = host_kind(plan.mesh, part.pin_memory)
+    return replace(
+        plan,
+        leaves=tuple(
+            replace(x, param_memory=kind) if math.prod(x.shape) > plan.threshold else x for x in plan.leaves
+        ),
+    )
 
 
 def state_bytes(plan: Plan) -> dict[str, int]:

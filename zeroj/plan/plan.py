@@ -18,64 +18,22 @@ from zeroj.config.zero import Zero
 from zeroj.errors import PlanError
 from zeroj.plan import offload, tree
 from zeroj.plan.groups import group_mesh, sharding_axes
+from zeroj.plan.leaves import STAGES as STAGES
+from zeroj.plan.leaves import ParamLeaf as ParamLeaf
+from zeroj.plan.leaves import Stage as Stage
+from zeroj.plan.leaves import StateLeaf as StateLeaf
 from zeroj.plan.mesh import zero_axes_of
 from zeroj.plan.precision import Precision, make_precision
 from zeroj.plan.rules import Placement, auto_threshold, place
-from zeroj.plan.stages import STAGES, Stage
 from zeroj.plan.wire import wire_of
 
 #: What ``Zero.needs()`` may name that plans can do.
 SUPPORTED = frozenset(
     {
-        *("offload_optimizer:cpu", "offload_optimizer:ratio"),
+        *("offload_optimizer:cpu", "offload_optimizer:ratio", "offload_param:cpu"),
         *("zero++:hpZ", "zero++:qwZ", "zero++:qgZ", "mics"),
     }
 )
-
-
-@dataclass(frozen=True)
-class ParamLeaf:
-    """One leaf of params: the user's view of it, and its shard.
-
-    Attributes:
-        path: its path in the user's tree, such as "blocks/0/kernel".
-        keys: the same path as JAX key entries.
-        dtype: the user's dtype.
-        placement: where its shard lives, wherever the stage shards it.
-        trainable: whether it has a gradient and optimizer state.
-        state_memory: the memory kind of its optimizer state and fp32 master; empty: the device's own.
-    """
-
-    path: str
-    keys: tuple[Any, ...]
-    dtype: np.dtype
-    placement: Placement
-    trainable: bool
-    state_memory: str = ""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The user's shape."""
-        return self.placement.shape
-
-
-@dataclass(frozen=True)
-class StateLeaf:
-    """One leaf of the optimizer's state.
-
-    Attributes:
-        path: its path in the optimizer's state.
-        dtype: its dtype.
-        placement: where it lives.
-        of: the path of the param that it mirrors, shape and all, or empty.
-        owner: the path of the param that it belongs to, whatever its shape, or empty.
-    """
-
-    path: str
-    dtype: np.dtype
-    placement: Placement
-    of: str = ""
-    owner: str = ""
 
 
 @dataclass(frozen=True)
@@ -123,14 +81,14 @@ class Plan:
 
     @cached_property
     def streams(self) -> bool:
-        """Whether any of the optimizer's state lives in host memory, and so is streamed through the device."""
-        return any(leaf.state_memory for leaf in self.leaves)
+        """Whether anything that an update changes lives in host memory, and so is streamed through the device."""
+        return any(leaf.state_memory or leaf.param_memory for leaf in self.leaves)
 
     # -- placements, in the order of ``leaves`` ----------------------------------------------------
 
     def param_placement(self, leaf: ParamLeaf) -> Placement:
         """Where the stored param lives."""
-        return leaf.placement if self.stage.params else leaf.placement.whole()
+        return leaf.placement.at(leaf.param_memory) if self.stage.params else leaf.placement.whole()
 
     def grad_placement(self, leaf: ParamLeaf) -> Placement:
         """Where the reduced gradient lives."""
@@ -138,7 +96,8 @@ class Plan:
 
     def master_placement(self, leaf: ParamLeaf) -> Placement:
         """Where what the optimizer updates lives: the fp32 master, or the param that is its own master."""
-        return self.state_placement(leaf) if self.has_master else self.state_placement(leaf).at("")
+        placement = self.state_placement(leaf)
+        return placement if self.has_master else placement.at(leaf.param_memory)
 
     def state_placement(self, leaf: ParamLeaf) -> Placement:
         """Where all that mirrors the param in the optimizer's state lives."""

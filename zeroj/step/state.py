@@ -17,6 +17,7 @@ from zeroj.gather import model_state as model_states
 from zeroj.gather.inputs import check_params
 from zeroj.optimizer.zero import first_state, masters_of, params_from_masters, wrap_optimizer
 from zeroj.plan import tree
+from zeroj.plan.host_memory import check_host_memory
 from zeroj.plan.mesh import traced_on
 from zeroj.plan.plan import ParamLeaf, Plan
 from zeroj.plan.rules import Placement
@@ -99,6 +100,7 @@ def init_state(
         >>> state = zj.init_state(lambda: model.init(key, x), tx, plan)
     """
     wrapped = wrap_optimizer(tx, plan)
+    check_host_memory(plan)
     struct = abstract_state(tx, plan, loss_scale=loss_scale)
     shardings = jax.tree.map(lambda s: s.sharding, struct)
     if callable(params_or_init_fn):

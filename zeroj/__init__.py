@@ -20,6 +20,8 @@ from zeroj.errors import ConfigError as ConfigError
 from zeroj.errors import PlanError as PlanError
 from zeroj.errors import SpillError as SpillError
 from zeroj.errors import ZerojError as ZerojError
+from zeroj.gather.explain import Explanation as Explanation
+from zeroj.gather.explain import explain as explain
 from zeroj.gather.gradients import value_and_grad as value_and_grad
 from zeroj.gather.loss import Mean as Mean
 from zeroj.gather.scanned import find_scanned as find_scanned
@@ -36,6 +38,8 @@ from zeroj.step.access import get_local as get_local
 from zeroj.step.access import set_full as set_full
 from zeroj.step.access import set_local as set_local
 from zeroj.step.batch import shard_batch as shard_batch
+from zeroj.step.move import offload_states as offload_states
+from zeroj.step.move import reload_states as reload_states
 from zeroj.step.overflow import OverflowWatch as OverflowWatch
 from zeroj.step.state import TrainState as TrainState
 from zeroj.step.state import abstract_state as abstract_state

@@ -97,7 +97,8 @@ def lazy_leaves(plan: Plan, leaves: list[jax.Array]) -> list[Any]:
     for leaf, array in zip(plan.leaves, leaves, strict=True):
         dtype = plan.precision.compute(leaf.dtype)
         placement = plan.param_placement(leaf)
-        out.append(Shard(array, placement, dtype, leaf.path) if placement.sharded else array.astype(dtype))
+        waits = placement.sharded or placement.memory
+        out.append(Shard(array, placement, dtype, leaf.path) if waits else array.astype(dtype))
     return out
 
 

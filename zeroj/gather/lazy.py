@@ -92,6 +92,18 @@ class Stacked:
 Lazy = Shard | Expr | Stacked
 
 
+def stored(shard: Shard) -> jax.Array:
+    """What waits at the gate before a gather: a shard in the dtype that travels, or where it lives on the host."""
+    return shard.array if shard.placement.memory else shard.array.astype(shard.dtype)
+
+
+def fetched(array: jax.Array, shard: Shard) -> jax.Array:
+    """What :func:`stored` gave, on the device and in the dtype that travels between devices."""
+    if not shard.placement.memory:
+        return array
+    return jax.device_put(array, jax.memory.Space.Device).astype(shard.dtype)
+
+
 def is_lazy(value: Any) -> bool:
     """Whether ``value`` still has to be gathered."""
     return isinstance(value, (Shard, Expr, Stacked))
@@ -197,7 +209,7 @@ def sliced(eqn: Any, operands: list[Any]) -> Lazy | None:
 
     Args:
         eqn: the equation.
-        operands: its operands: a lazy value, and for a dynamic slice indices that are at hand.
+        operands: its operands: a lazy value, and for a dynamic slice indices on which every device agrees.
 
     Returns:
         The smaller shard; None for an equation that does not slice, or that cuts a sharded dim.
@@ -240,7 +252,8 @@ def apply(eqn: Any, operands: list[Any]) -> list[Lazy]:
     if eqn.primitive.name == "convert_element_type" and isinstance(first, Shard):
         new = np.dtype(eqn.params["new_dtype"])
         floats = jnp.issubdtype(new, jnp.floating) and jnp.issubdtype(first.dtype, jnp.floating)
-        if floats and new.itemsize <= first.dtype.itemsize:
+        here = not first.placement.memory or first.array.dtype == first.dtype  # the host does not compute
+        if here and floats and new.itemsize <= first.dtype.itemsize:
             array = first.array if first.array.dtype == first.dtype else first.array.astype(first.dtype)
             return [Shard(array, first.placement, new, first.path)]
     return [Expr(eqn, tuple(operands), index) for index in range(len(eqn.outvars))]

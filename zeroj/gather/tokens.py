@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zeroj.gather import lazy
 from zeroj.gather.kept import Kept, Key, Near
 from zeroj.gather.lazy import Shard
 from zeroj.plan.rules import Placement
@@ -57,8 +58,8 @@ class Gathers:
         self._in_bucket = 0
         self._opens = False
         self._unheld = 0
+        self._outer: list[tuple[bool, float]] = []
         self._in_region = False
-        self._outer_reuse = reuse
         self._whole: dict[tuple[int, str], tuple[int, Shard, jax.Array]] = {}
         self.kept: Kept = {}
 
@@ -74,11 +75,11 @@ class Gathers:
         self._total += size
         self._in_bucket += size
         kept = {key: self.kept[Key(*key)].value for key in new if Key(*key) in self.kept}
-        arrays = [kept[key] if key in kept else s.array.astype(s.dtype) for key, s in new.items()]
+        arrays = [kept[key] if key in kept else lazy.stored(s) for key, s in new.items()]
         if self._total > size or not self.free_start:
             arrays, self.gate = jax.lax.optimization_barrier((arrays, self.gate))
         for (key, shard), array in zip(new.items(), arrays, strict=True):
-            near = array if key in kept else self._gather.near(array, shard.placement)
+            near = array if key in kept else self._gather.near(lazy.fetched(array, shard), shard.placement)
             if key not in kept and shard.placement.wire.kept:
                 self.kept[Key(*key)] = Near(shard, near)
             self._whole[key] = (self._total, shard, self._gather.gather(near, shard.placement, shard.dtype))
@@ -128,8 +129,8 @@ class Gathers:
                 together), otherwise bucket by bucket.
             max_live: in elements.
         """
+        self._outer.append((self._in_region, self.reuse))
         self._in_region = True
-        self._outer_reuse = self.reuse
         if self.reuse != math.inf:
             self.reuse, self._whole = max_live, {}
         if shards:
@@ -140,8 +141,7 @@ class Gathers:
 
     def leave_region(self) -> None:
         """Ends the region: nothing that it gathered is used again."""
-        self._in_region = False
-        self.reuse = self._outer_reuse
+        self._in_region, self.reuse = self._outer.pop()
         if self.reuse != math.inf:
             self._whole = {}
         if self._total:

@@ -101,9 +101,17 @@ class _Stream:
             self._write(*pending.popleft())
         for index, value in later.items():
             self._replace(index, value, None)
+        self._settle()
         end = self.inner_at + len(self.plan.state_leaves)
         masters = self.values[: self.count] if self.plan.has_master else self.params
         return Arrays(self.params, masters, self.values[self.inner_at : end])
+
+    def _settle(self) -> None:
+        """Keeps params that were written in pieces where they live: XLA may choose another place for the whole."""
+        for j, leaf in enumerate(self.live):
+            if not leaf.param_memory:
+                place = self.plan.sharding(self.plan.param_placement(leaf))
+                self.params[j] = jax.lax.with_sharding_constraint(self.params[j], place)
 
     def _make_room(self, piece: Piece, pending: deque[tuple[Piece, dict[int, Any]]]) -> None:
         """Writes back what was updated, and holds the reads of ``piece`` until it was."""
@@ -115,7 +123,8 @@ class _Stream:
         if not done:
             return
         hosts = [i for i in self.split.inputs[piece.group] if self._memory(i)]
-        updated = sorted({k for other in done for k in self.split.groups[other.group]})
+        own = () if self.plan.has_master else self.split.groups[piece.group]
+        updated = sorted({k for other in done for k in self.split.groups[other.group]} - set(own))
         held, params = jax.lax.optimization_barrier(
             ([self._get(i) for i in hosts], [self.params[k] for k in updated])
         )
@@ -154,6 +163,8 @@ class _Stream:
             return
         leaf = self.pieces_plan.leaves[self.numbers[output]]
         (param,) = as_params(self.pieces_plan, [leaf], [value])
+        if leaf.param_memory:
+            param = jax.device_put(param, jax.memory.Space.Host)
         self.params[output] = _put(self.params[output], param, piece)
         if self.plan.has_master:
             self.values[output] = self._put(self.values[output], value, output, piece)
@@ -168,7 +179,10 @@ class _Stream:
         return self.params[index] if index < self.count and not self.plan.has_master else self.values[index]
 
     def _set(self, index: int, value: jax.Array) -> None:
-        self.values[index] = value
+        if index < self.count and not self.plan.has_master:
+            self.params[index] = value
+        else:
+            self.values[index] = value
 
     # -- what is what --------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,12 @@ from zeroj.errors import PlanError
 from zeroj.gather.evaluate import evaluate
 from zeroj.gather.gradients import Gradients, gradients
 from zeroj.gather.views import make_view
+from zeroj.optimizer.spill import SpilledUpdate
 from zeroj.optimizer.zero import ZeroOptimizer, apply_gradients, wrap_optimizer
 from zeroj.plan.mesh import traced_on
 from zeroj.plan.plan import Plan
 from zeroj.step.precision import default_scaling, finite_leaves, is_stuck, next_scale
+from zeroj.step.spilled import SpilledStep, without_files
 from zeroj.step.state import TrainState
 
 #: Added to the norm before it divides, as DeepSpeed does: clip_factor = min(1, max_norm / (norm + 1e-6)).
@@ -61,7 +63,8 @@ def make_train_step(
         donate: whether the old state's buffers are reused for the new one.
 
     Returns:
-        A jitted function. ``batch`` has leaves (global batch, ...). Metrics, all scalars: ``loss`` (before
+        A jitted function, or a :class:`zeroj.step.spilled.SpilledStep` where the plan keeps state in files.
+        ``batch`` has leaves (global batch, ...). Metrics, all scalars: ``loss`` (before
         the update), ``grad_norm`` (before clipping), ``clip_factor`` (what the gradient was multiplied by),
         ``loss_scale`` (the one this step used), ``skipped`` (updates skipped so far), ``applied`` (whether
         this one was made), ``step`` (updates made so far), and ``aux`` if the loss has one. Where
@@ -82,7 +85,7 @@ def make_train_step(
     scaling = loss_scale or default_scaling(plan.precision.name)
     skips = plan.precision.half if skip_nonfinite is None else skip_nonfinite
 
-    def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+    def head(state: TrainState, batch: Any) -> tuple[Any, ...]:
         rng = jax.random.fold_in(state.rng, state.scale.iteration)
         scale = state.scale.scale
         out = gradients(
@@ -100,21 +103,43 @@ def make_train_step(
         grads, norm, factor = _unscale_and_clip(plan, out.grads, scale / times, clip_norm)
         flags = finite_leaves(out.grads) if skips else None
         finite = None if flags is None else jnp.all(flags) & jnp.isfinite(norm)
-        new, applied = _advance(wrapped, state, out, grads, finite, scaling)
+        new = _advance(plan, state, out, finite, scaling)
         metrics = {
             "loss": out.loss,
             "grad_norm": norm,
             "clip_factor": factor,
             "loss_scale": scale,
-            "skipped": new.skipped,
-            "applied": applied,
-            "step": new.step,
+            "skipped": new.fields["skipped"],
+            "applied": jnp.bool_(True) if new.applied is None else new.applied,
+            "step": new.fields["step"],
         }
         if finite is not None and flags is not None:
             metrics |= {"stuck": is_stuck(state.scale, finite, scaling), "finite": flags}
-        return new, metrics | ({"aux": out.aux} if jax.tree.leaves(out.aux) else {})
+        metrics |= {"aux": out.aux} if jax.tree.leaves(out.aux) else {}
+        if (
+            plan.streams or plan.spills
+        ):  # so that the host's tier and files' round alike, whatever XLA makes of it
+            grads = [jax.lax.optimization_barrier(g) for g in grads]
+        return grads, new, metrics
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        grads, new, metrics = head(state, batch)
+        params, opt_state = _update(wrapped, state, grads, metrics["loss"], new.applied)
+        return state._replace(params=params, opt_state=opt_state, **new.fields), metrics
+
+    def before_update(state: TrainState, batch: Any) -> tuple[Any, ...]:
+        grads, new, metrics = head(state, batch)
+        return grads, new.fields, metrics
 
     options = flags.step_options()
+    if plan.spills:
+        shardings = [plan.sharding(plan.grad_placement(leaf)) for leaf in plan.leaves if leaf.trainable]
+        program = jax.jit(
+            traced_on(plan.mesh, before_update),
+            out_shardings=(shardings, plan.replicated, None),
+            compiler_options=options,
+        )
+        return SpilledStep(program, SpilledUpdate(wrapped.user_tx, plan, donate))
     return jax.jit(
         traced_on(plan.mesh, step), donate_argnums=(0,) if donate else (), compiler_options=options
     )
@@ -160,7 +185,8 @@ def make_eval_step(
         )
         return {"loss": loss, **({"aux": aux} if jax.tree.leaves(aux) else {})}
 
-    return jax.jit(traced_on(plan.mesh, step))
+    jitted = jax.jit(traced_on(plan.mesh, step))
+    return without_files(jitted) if plan.spills else jitted
 
 
 def _unscale_and_clip(
@@ -183,23 +209,22 @@ def global_norm(grads: list[jax.Array]) -> jax.Array:
     return jnp.sqrt(sum(squares, start=jnp.float32(0)))
 
 
-def _advance(
-    tx: ZeroOptimizer,
-    state: TrainState,
-    out: Gradients,
-    grads: list[jax.Array],
-    finite: jax.Array | None,
-    scaling: LossScale,
-) -> tuple[TrainState, jax.Array]:
-    """The state after the step, and whether it was applied.
+class Advance(NamedTuple):
+    """The small fields of the state after the step, and whether it is applied; None where it always is."""
 
-    A step whose gradients are not finite, or whose loss counted nothing, changes the scaler and ``skipped`` alone.
+    fields: dict[str, Any]
+    applied: jax.Array | None
+
+
+def _advance(
+    plan: Plan, state: TrainState, out: Gradients, finite: jax.Array | None, scaling: LossScale
+) -> Advance:
+    """A step whose gradients are not finite, or whose loss counted nothing, changes the scaler and ``skipped`` alone.
 
     Args:
-        tx: the wrapped optimizer.
+        plan: the plan.
         state: the state before.
         out: what the pass over the batch gave.
-        grads: its gradients, unscaled and clipped.
         finite: bool scalar, or None where gradients are not looked at.
         scaling: the loss scaler's settings.
     """
@@ -208,12 +233,11 @@ def _advance(
     applied = jnp.bool_(True)
     for condition in conditions:
         applied = applied & condition
-    params, opt_state = _update(tx, state, grads, out.loss, applied if conditions else None)
     scale = next_scale(state.scale, jnp.bool_(True) if finite is None else finite, scaling)
     done = applied.astype(jnp.int32)
-    counters = (state.step + done, state.skipped + 1 - done, scale, state.rng)
-    carried = _carry(tx.plan, state.model_state, out.model_state, applied if conditions else None)
-    return TrainState(params, opt_state, *counters, carried), applied
+    carried = _carry(plan, state.model_state, out.model_state, applied if conditions else None)
+    fields = {"step": state.step + done, "skipped": state.skipped + 1 - done, "scale": scale}
+    return Advance({**fields, "model_state": carried}, applied if conditions else None)
 
 
 def _carry(plan: Plan, before: Any, after: Any, applied: jax.Array | None) -> Any:

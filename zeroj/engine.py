@@ -283,7 +283,8 @@ def initialize(
     if scanned is None and example_batch is not None:
         carried = jax.eval_shape(model_state) if callable(model_state) else model_state
         scanned = find_scanned(loss_fn, shapes, example_batch, carried)
-    plan = make_plan(shapes, tx, mesh, config.zero, precision=precision, trainable=trainable, scanned=scanned)
+    options = {"trainable": trainable, "scanned": scanned, "aio": config.aio}
+    plan = make_plan(shapes, tx, mesh, config.zero, precision=precision, **options)
     state = init_state(params, tx, plan, rng=rng, loss_scale=config.loss_scale, model_state=model_state)
     engine = Engine(loss_fn, config, plan, tx, state, sizes, schedule)
     engine.keep = keep

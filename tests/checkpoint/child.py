@@ -23,11 +23,23 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder")
     parser.add_argument(
-        "mode", choices=["resume", "storm", "preempted", "failing", "alone", "export", "memory", "unclosed"]
+        "mode",
+        choices=[
+            "resume",
+            "storm",
+            "preempted",
+            "failing",
+            "alone",
+            "export",
+            "memory",
+            "unclosed",
+            "steady",
+        ],
     )
     parser.add_argument("--last", type=int, default=10)
     parser.add_argument("--stage", type=int, default=3)
     parser.add_argument("--precision", default="fp32")
+    parser.add_argument("--nvme")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--process", type=int, default=0)
     return parser.parse_args()
@@ -67,7 +79,7 @@ def main() -> None:
     from zeroj.checkpoint import database
 
     mesh = "2x4" if opts.port else "8"
-    plan = toy.plan_of(opts.stage, mesh, opts.precision)
+    plan = toy.plan_of(opts.stage, mesh, opts.precision, nvme=opts.nvme)
     step = zj.make_train_step(
         toy.noisy_loss, toy.TX, plan, accumulation_steps=2 if opts.mode == "resume" else 1
     )
@@ -100,11 +112,11 @@ def main() -> None:
 
         database.write = fails  # type: ignore[assignment]
     with zj.Preemption() as preemption:
-        for i in range(first, opts.last if opts.mode in ("resume", "failing") else 10**9):
+        for i in range(first, opts.last if opts.mode in ("resume", "failing", "steady") else 10**9):
             state, metrics = step(state, toy.BATCHES[i % len(toy.BATCHES)])
             checkpoints.check()
             extra = {"seen": [*extra["seen"][-20:], i], "next": i + 1}
-            if opts.mode in ("storm", "failing"):
+            if opts.mode in ("storm", "failing", "steady"):
                 checkpoints.save(state, plan, extra)
                 say(saving=i)
             if opts.mode == "preempted":

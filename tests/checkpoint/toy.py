@@ -56,10 +56,24 @@ def mesh_of(name: str) -> Any:
 
 
 def plan_of(
-    stage: int, mesh: str = "8", precision: str = "fp32", tx: Any = TX, params: Any = None, **kw: Any
+    stage: int,
+    mesh: str = "8",
+    precision: str = "fp32",
+    tx: Any = TX,
+    params: Any = None,
+    tier: str = "none",
+    nvme: str | None = None,
+    **kw: Any,
 ) -> Plan:
-    """A plan in which every leaf that can be sharded is, so that most are padded."""
-    zero = zj.Zero(stage=stage, stage3_param_persistence_threshold=0)
+    """A plan in which every leaf that can be sharded is, so that most are padded.
+
+    ``tier`` is the device of optimizer state; ``nvme`` a folder, for state in files: then every leaf is there.
+    """
+    offload: dict[str, Any] = {"device": "nvme" if nvme else tier}
+    if nvme:
+        offload |= {"nvme_path": nvme, "pipeline_read": True, "pipeline_write": True}
+        kw["aio"] = {"block_size": 1}
+    zero = zj.Zero(stage=stage, stage3_param_persistence_threshold=0, offload_optimizer=offload)
     return zj.make_plan(
         PARAMS if params is None else params, tx, mesh_of(mesh), zero, precision=precision, **kw
     )

@@ -17,6 +17,8 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from zeroj.spill.tier import SpilledArray
+
 #: Chunks are split until they are no larger: it bounds what a reader of a small slice must read beside it.
 CHUNK_BYTES = 32 * 2**20
 
@@ -49,16 +51,20 @@ class Piece:
 
 @dataclass(frozen=True)
 class Target:
-    """Where a stored array shall go: name, user shape; padded shape, dtype and sharding of the result."""
+    """Where a stored array shall go: name, user shape; padded shape, dtype and sharding of the result.
+
+    ``into`` is the array in files that it shall become, or None: then it goes to the devices.
+    """
 
     name: str
     shape: tuple[int, ...]
     padded: tuple[int, ...]
     dtype: np.dtype
     sharding: Sharding
+    into: SpilledArray | None = None
 
 
-def array_spec(name: str, value: jax.Array, shape: Sequence[int]) -> ArraySpec:
+def array_spec(name: str, value: Any, shape: Sequence[int]) -> ArraySpec:
     """Describes how ``value``, padded or not, is stored as an array of the user's ``shape``."""
     shard = value.sharding.shard_shape(value.shape)
     return ArraySpec(name, tuple(shape), np.dtype(value.dtype), chunk_shape(shard, value.dtype.itemsize))
@@ -78,12 +84,12 @@ def chunk_shape(shard: Sequence[int], itemsize: int) -> tuple[int, ...]:
     return tuple(chunk)
 
 
-def pieces(spec: ArraySpec, value: jax.Array, *, copy: bool) -> list[Piece]:
+def pieces(spec: ArraySpec, value: Any, *, copy: bool) -> list[Piece]:
     """This process's parts of ``value``; each element is in exactly one part of one process.
 
     Args:
         spec: from :func:`array_spec`.
-        value: the array.
+        value: the array, on the devices or in files.
         copy: whether to copy the data to the host now, so that ``value`` may be donated or deleted at once.
     """
     found = []
@@ -97,7 +103,7 @@ def pieces(spec: ArraySpec, value: jax.Array, *, copy: bool) -> list[Piece]:
     return found
 
 
-def place(value: np.ndarray, target: Target) -> jax.Array:
+def place(value: np.ndarray, target: Target) -> Any:
     """Brings a host array in the user's shape to its target; every device is sent its own slice alone."""
 
     def piece(index: Any) -> np.ndarray:
@@ -105,7 +111,11 @@ def place(value: np.ndarray, target: Target) -> jax.Array:
         inside = clip([slice(*b) for b in bounds], target.shape)
         return padded(value[inside], tuple(b - a for a, b in bounds), target.dtype)
 
-    return jax.make_array_from_callback(target.padded, target.sharding, piece)
+    placed = jax.make_array_from_callback(target.padded, target.sharding, piece)
+    if target.into is None:
+        return placed
+    target.into.write(placed)
+    return target.into
 
 
 def clip(index: Sequence[slice], shape: Sequence[int]) -> Index:
@@ -126,7 +136,7 @@ def padded(data: np.ndarray | None, shape: tuple[int, ...], dtype: np.dtype) -> 
     return whole
 
 
-def _fetcher(data: jax.Array, inside: Index) -> Callable[[], np.ndarray]:
+def _fetcher(data: Any, inside: Index) -> Callable[[], np.ndarray]:
     return lambda: np.asarray(data)[inside]
 
 

@@ -11,10 +11,13 @@ import numpy as np
 from zeroj.checkpoint.arrays import Target, place
 from zeroj.checkpoint.layout import key_data
 from zeroj.config.precision import LossScale
+from zeroj.optimizer.update import as_params
 from zeroj.optimizer.zero import first_state, params_from_masters, wrap_optimizer
 from zeroj.plan import tree
+from zeroj.plan.mesh import traced_on
 from zeroj.plan.plan import Plan
 from zeroj.plan.tree import ZeroOptState
+from zeroj.spill.tier import is_spilled
 from zeroj.step.precision import default_scaling, init_scale
 from zeroj.step.state import TrainState
 
@@ -26,12 +29,23 @@ def master_tree(plan: Plan, masters: list[jax.Array]) -> Any:
 
 def stored_params(plan: Plan, masters: list[jax.Array]) -> Any:
     """Stored params: the masters themselves where they are the same thing, else gathered from them."""
+    if plan.spills:
+        return plan.treedef.unflatten([_stored_param(plan, i, m) for i, m in enumerate(masters)])
     structs = jax.tree.leaves(plan.params_struct())
     same = [m.dtype == s.dtype and m.sharding == s.sharding for m, s in zip(masters, structs, strict=True)]
     if all(same) and not plan.has_master:
         return plan.treedef.unflatten(masters)
     shardings = plan.params
     return jax.jit(partial(params_from_masters, plan), out_shardings=shardings)(masters)
+
+
+def _stored_param(plan: Plan, index: int, master: Any) -> jax.Array:
+    """One stored param, from a master that may lie in files."""
+    leaf = plan.leaves[index]
+    make = traced_on(plan.mesh, lambda x: as_params(plan, [leaf], [x]))
+    shardings = [plan.sharding(plan.param_placement(leaf))]
+    value = master.to_devices() if is_spilled(master) else master
+    return jax.jit(make, out_shardings=shardings)(value)[0]
 
 
 def first_opt_state(tx: Any, plan: Plan, masters: list[jax.Array]) -> ZeroOptState:

@@ -23,6 +23,7 @@ from zeroj.checkpoint.together import arrive
 from zeroj.config.precision import LossScale
 from zeroj.errors import CheckpointError
 from zeroj.plan.plan import Plan
+from zeroj.spill.tier import is_spilled
 from zeroj.step.state import TrainState
 
 #: Checkpointers that are saving in the background: held until they are done, whoever else lets go of them.
@@ -120,7 +121,9 @@ class Checkpointer:
             step: the number to save under; left out, ``state.step``.
             tag: a name to restore it by.
             metrics: numbers for ``best``.
-            wait: whether to return only when the checkpoint is complete; then nothing is copied.
+            wait: whether to return only when the checkpoint is complete; then nothing is copied. A state that is
+                partly in files is always waited for: it is copied from file to file, and the next step
+                overwrites it.
 
         Returns:
             The step.
@@ -130,6 +133,7 @@ class Checkpointer:
                 every process called this.
         """
         leaves = stored_leaves(state, plan)
+        wait = wait or any(is_spilled(leaf.value) for leaf in leaves)
         step = int(np.asarray(state.step.addressable_data(0))) if step is None else int(step)
         extra = dict(extra or {})
         extra_to_json(extra)

@@ -16,8 +16,10 @@ import numpy as np
 import tensorstore as ts
 from jax.sharding import SingleDeviceSharding
 
+from zeroj import _compat
 from zeroj.checkpoint.arrays import ArraySpec, Piece, Target, clip, padded
 from zeroj.errors import CheckpointError
+from zeroj.spill.tier import SpilledArray
 
 #: Bytes of reads or writes in flight at once, per process.
 IN_FLIGHT_BYTES = 64 * 2**20
@@ -68,7 +70,7 @@ def merge(folder: str, processes: Iterable[int]) -> None:
     transaction.commit_async().result()
 
 
-def read(folder: str, targets: Sequence[Target]) -> Iterator[jax.Array]:
+def read(folder: str, targets: Sequence[Target]) -> Iterator[Any]:
     """Reads arrays onto this process's devices, slice by slice, padded with zeros.
 
     Args:
@@ -76,21 +78,29 @@ def read(folder: str, targets: Sequence[Target]) -> Iterator[jax.Array]:
         targets: what to read; the results come in this order.
 
     Yields:
-        Arrays with exactly the sharding and dtype of their target.
+        Arrays with exactly the sharding and dtype of their target, in files where that says so.
 
     Raises:
         CheckpointError: an array or a part of it is missing or damaged; names both leaf and file.
     """
     context = _context()
     remaining, waiting = deque(targets), deque[_Reading]()
-    in_flight = 0
+    in_flight = freed = 0
     while remaining or waiting:
         while remaining and (not waiting or in_flight < IN_FLIGHT_BYTES):
             waiting.append(_Reading(folder, remaining.popleft(), context))
             in_flight += waiting[-1].nbytes
         reading = waiting.popleft()
         in_flight -= reading.nbytes
-        yield reading.result()
+        placed = reading.result()
+        freed += reading.nbytes
+        del reading
+        if (
+            freed > IN_FLIGHT_BYTES
+        ):  # buffers of many sizes come and go: glibc would keep a third of a large state
+            _compat.give_back_memory()
+            freed = 0
+        yield placed
 
 
 class StoredArray:
@@ -168,8 +178,10 @@ class _Reading:
             self._slices.append((bounds, devices, None if empty else self._store.start(inside)))
         self.nbytes = sum(math.prod(b - a for a, b in bounds) for bounds in by_index) * target.dtype.itemsize
 
-    def result(self) -> jax.Array:
+    def result(self) -> Any:
         target = self._target
+        if target.into is not None:
+            return self._to_files(target.into)
         by_device = []
         for bounds, devices, future in self._slices:
             found = None if future is None else np.asarray(self._store.wait(future))
@@ -179,6 +191,20 @@ class _Reading:
                 for d in devices
             ]
         return jax.make_array_from_single_device_arrays(target.padded, target.sharding, by_device)
+
+    def _to_files(self, into: SpilledArray) -> SpilledArray:
+        """From the checkpoint's files to the state's, without passing through a device."""
+        written = []
+        shards = {shard.bounds: shard for shard in into.shards}
+        for bounds, _, future in self._slices:
+            found = None if future is None else np.asarray(self._store.wait(future))
+            data = padded(found, tuple(b - a for a, b in bounds), self._target.dtype)
+            written.append(
+                (into.write_shard(shards[bounds], data), data)
+            )  # the data lives until it is written
+        for pending, _ in written:
+            pending.result()
+        return into
 
 
 def _file_named_in(folder: str, cause: str) -> str:

@@ -16,9 +16,11 @@ import numpy as np
 
 from zeroj._compat import is_tracer
 from zeroj.checkpoint.arrays import ArraySpec, Target, array_spec
-from zeroj.errors import CheckpointError
+from zeroj.errors import CheckpointError, SpillError
 from zeroj.plan import tree
 from zeroj.plan.plan import ParamLeaf, Plan, StateLeaf
+from zeroj.spill.state import Spilled
+from zeroj.spill.tier import SpilledArray
 from zeroj.step.state import TrainState
 
 #: Fields of TrainState beside params and opt_state: small, and whole on every device.
@@ -62,7 +64,7 @@ def stored_leaves(state: TrainState, plan: Plan) -> list[Stored]:
     return [Stored(array_spec(name, value, shape), value) for name, value, shape in found]
 
 
-def param_targets(plan: Plan) -> list[Target]:
+def param_targets(plan: Plan, spilled: Spilled | None = None) -> list[Target]:
     """Where the stored params go, as masters: one target per leaf of the plan.
 
     A master that is part of the state, or a param that is its own master, is read to its final place, memory
@@ -75,20 +77,23 @@ def param_targets(plan: Plan) -> list[Target]:
         masters = plan.treedef.flatten_up_to(plan.opt_state_struct().master)
         final = [m if x.trainable else None for m, x in zip(masters, plan.leaves, strict=True)]
     targets = []
-    for leaf, struct in zip(plan.leaves, final, strict=True):
+    into = spilled.masters if spilled else {}
+    for i, (leaf, struct) in enumerate(zip(plan.leaves, final, strict=True)):
         placement = plan.master_placement(leaf)
         sharding = plan.sharding(placement) if struct is None else struct.sharding
         name = param_name(leaf)
-        targets.append(Target(name, leaf.shape, placement.padded, plan.master_dtype(leaf), sharding))
+        dtype = plan.master_dtype(leaf)
+        targets.append(Target(name, leaf.shape, placement.padded, dtype, sharding, into.get(i)))
     return targets
 
 
-def optimizer_targets(plan: Plan) -> list[Target]:
-    """Where the optimizer's inner state goes."""
+def optimizer_targets(plan: Plan, spilled: Spilled | None = None) -> list[Target]:
+    """Where the optimizer's inner state goes; see :func:`param_targets`."""
+    into = spilled.inner if spilled else {}
     structs = jax.tree.leaves(plan.opt_state_struct().inner)
     return [
-        Target(state_name(leaf), leaf.placement.shape, struct.shape, leaf.dtype, struct.sharding)
-        for leaf, struct in zip(plan.state_leaves, structs, strict=True)
+        Target(state_name(leaf), leaf.placement.shape, struct.shape, leaf.dtype, struct.sharding, into.get(i))
+        for i, (leaf, struct) in enumerate(zip(plan.state_leaves, structs, strict=True))
     ]
 
 
@@ -142,6 +147,12 @@ def _join(part: str, path: str) -> str:
 
 
 def _what_is_wrong(value: Any) -> str:
+    if isinstance(value, SpilledArray):
+        try:
+            value.tier.check(value)
+        except SpillError as error:
+            return str(error)
+        return ""
     if not isinstance(value, jax.Array):
         return type(value).__name__
     if is_tracer(value):

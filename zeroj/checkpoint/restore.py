@@ -17,9 +17,12 @@ from zeroj.checkpoint.layout import key_data, optimizer_targets, param_targets, 
 from zeroj.checkpoint.manifest import Leaf, Manifest
 from zeroj.config.precision import LossScale
 from zeroj.errors import CheckpointError
+from zeroj.optimizer.birth import born_in_files
+from zeroj.optimizer.zero import wrap_optimizer
 from zeroj.plan.host_memory import check_host_memory
 from zeroj.plan.plan import Plan
 from zeroj.plan.tree import ZeroOptState
+from zeroj.spill.state import Spilled, spill_to_files
 from zeroj.step.state import TrainState
 
 
@@ -57,7 +60,8 @@ def restore_state(
         CheckpointError: what is stored does not fit the plan; lists every leaf.
     """
     check_host_memory(plan)
-    masters = _masters(folder, manifest, plan, fill if partial else None)
+    spilled = spill_to_files(plan) if plan.spills else None
+    masters = _masters(folder, manifest, plan, fill if partial else None, spilled)
     differing = [] if weights_only else _optimizer_faults(manifest, plan, partial)
     fresh = weights_only or bool(differing)
     if fresh and tx is None:
@@ -65,10 +69,13 @@ def restore_state(
     if differing:
         listed = "\n  - ".join(differing)
         warnings.warn(f"The optimizer's state starts anew; it differs at:\n  - {listed}", stacklevel=3)
-    if fresh:
+    if fresh and spilled is not None:
+        tx = wrap_optimizer(tx, plan).user_tx
+        _, opt_state = born_in_files(tx, plan, masters.__getitem__, spilled)
+    elif fresh:
         opt_state = first_opt_state(tx, plan, masters)
     else:
-        inner = plan.state_treedef.unflatten(database.read(folder, optimizer_targets(plan)))
+        inner = plan.state_treedef.unflatten(database.read(folder, optimizer_targets(plan, spilled)))
         opt_state = ZeroOptState(master_tree(plan, masters), inner)
     small = first_fields(plan, loss_scale, rng)
     if not weights_only:
@@ -78,9 +85,9 @@ def restore_state(
     return assemble(plan, stored_params(plan, masters), opt_state, small)
 
 
-def _masters(folder: str, manifest: Manifest, plan: Plan, fill: Any) -> list[jax.Array]:
+def _masters(folder: str, manifest: Manifest, plan: Plan, fill: Any, spilled: Spilled | None) -> list[Any]:
     """What the optimizer updates, one array per leaf of the plan, sharded like its state at every stage."""
-    targets = param_targets(plan)
+    targets = param_targets(plan, spilled)
     saved = {name: leaf for name, leaf in manifest.leaves.items() if name.split("/")[0] == "params"}
     faults = _faults(targets, saved)
     missing = [t for t in targets if t.name not in saved]

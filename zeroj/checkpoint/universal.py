@@ -65,6 +65,11 @@ def load_universal(
         >>> flip = lambda path, value: value.T if path.endswith("kernel") else value
         >>> state = zj.load_universal("ckpt/global_step1000_universal", tx, plan, names=to_torch, change=flip)
     """
+    if plan.spills:
+        raise CheckpointError(
+            "A universal checkpoint cannot be loaded straight into files: load it onto a plan without "
+            '"device": "nvme", save that with zj.Checkpointer, and restore onto this plan.'
+        )
     source = _Source(_zero_folder(pathlib.Path(folder)), names, change)
     targets = param_targets(plan)
     masters = [source.read(leaf.path, "fp32", t) for leaf, t in zip(plan.leaves, targets, strict=True)]

@@ -10,6 +10,7 @@ import optax
 
 from zeroj.config.batch import Batch
 from zeroj.config.load import Loaded, load
+from zeroj.config.offload import Aio
 from zeroj.config.optimizers import describe, make_optimizer
 from zeroj.config.precision import LossScale, loss_scale_of
 from zeroj.config.reader import Source
@@ -126,6 +127,12 @@ class Config:
     def steps_per_print(self) -> int | None:
         """Updates between two printed lines; None for no printing."""
         return self.loaded.file.steps_per_print
+
+    @property
+    def aio(self) -> Aio | None:
+        """How files are read and written; None where the file has no such section."""
+        file = self.loaded.file
+        return file.aio if "aio" in file.model_fields_set else None
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -49,11 +49,6 @@ ZERO_RULES: tuple[Rule, ...] = (
         lambda z: _on(z.offload_optimizer) and z.stage == 0,
         "at stage 0 no state is sharded, and every device would stream all of it; use stage 1, 2 or 3",
     ),
-    _stage3(
-        "offload_optimizer.device",
-        lambda z: _nvme(z.offload_optimizer) and z.stage > 0,
-        '"nvme" keeps the fp32 master in files, which is the params themselves at stage 3 only',
-    ),
     Rule(
         ("offload_optimizer.nvme_path", "offload_optimizer.device"),
         lambda z: _nvme(z.offload_optimizer) and not z.offload_optimizer.nvme_path,

@@ -56,7 +56,7 @@ class ZeroSection(Section):
         auto="zero_stage",
     )
     offload_optimizer: OffloadOptimizer | None = honoured(
-        None, "Keeps optimizer state in host memory or on NVMe. Stages 1 to 3; NVMe at stage 3."
+        None, "Keeps optimizer state in host memory or on NVMe. Stages 1 to 3."
     )
     offload_param: OffloadParam | None = honoured(None, "Keeps params in host memory or on NVMe. Stage 3.")
     sub_group_size: Int = honoured(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jax.sharding import Mesh
 
-from zeroj.plan.rules import Placement
+from zeroj.plan.rules import NVME, Placement
 from zeroj.plan.wire import BLOCK
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class MemoryReport:
     Attributes:
         device: part -> bytes on each device: "params", "master", "opt_state", "grads", "accumulator", and under
             hpZ "secondary": what a step keeps of its gathers, and drops at its end.
-        host: part -> bytes in each host's memory.
+        host: part -> bytes in each host's memory; "spill_buffers" at most, while state in files is updated.
         nvme: part -> bytes on each host's disk.
         whole: part -> bytes the same part would take unsharded on one device.
     """
@@ -71,7 +71,7 @@ def memory_report(plan: Plan) -> MemoryReport:
         if plan.has_master
         else [],
         "opt_state": [(leaf.placement, leaf.dtype) for leaf in plan.state_leaves],
-        "grads": [(plan.grad_placement(leaf), policy.gradient(leaf.dtype)) for leaf in live],
+        "grads": [_gradient(plan, leaf) for leaf in live],
         "accumulator": [
             (leaf.placement if accumulates else leaf.placement.whole(), policy.accumulator(leaf.dtype))
             for leaf in live
@@ -80,12 +80,43 @@ def memory_report(plan: Plan) -> MemoryReport:
     shards = {
         part: sum(shard_bytes(plan, p, d) for p, d in rows if not p.memory) for part, rows in parts.items()
     }
-    held = {part: sum(shard_bytes(plan, p, d) for p, d in rows if p.memory) for part, rows in parts.items()}
-    host = {part: count * devices_per_host(plan.mesh) for part, count in held.items() if count}
+    many = devices_per_host(plan.mesh)
+    held = {
+        part: sum(shard_bytes(plan, p, d) for p, d in rows if p.memory not in ("", NVME)) * many
+        for part, rows in parts.items()
+    }
+    files = {
+        part: sum(file_bytes(plan, p, d) for p, d in rows if p.memory == NVME) for part, rows in parts.items()
+    }
+    host = {part: count for part, count in held.items() if count}
+    nvme = {part: count for part, count in files.items() if count}
+    if nvme and plan.spill is not None:
+        host["spill_buffers"] = plan.spill.buffer_count * _largest_spilled(plan)
     whole = {part: sum(math.prod(p.shape) * d.itemsize for p, d in rows) for part, rows in parts.items()}
     if any(leaf.placement.wire.kept for leaf in plan.leaves):
         shards["secondary"] = sum(secondary_bytes(plan, leaf) for leaf in plan.leaves)
-    return MemoryReport(device=shards, host=host, whole=whole)
+    return MemoryReport(device=shards, host=host, nvme=nvme, whole=whole)
+
+
+def _largest_spilled(plan: Plan) -> int:
+    """Bytes on one host of the files of the leaf that has most of them."""
+    counts: Counter[str] = Counter()
+    for state in plan.state_leaves:
+        if state.placement.memory == NVME:
+            counts[state.owner] += file_bytes(plan, state.placement, state.dtype)
+    for leaf in plan.leaves:
+        placement = plan.master_placement(leaf)
+        if plan.has_master and leaf.trainable and placement.memory == NVME:
+            counts[leaf.path] += file_bytes(plan, placement, plan.master_dtype(leaf))
+    return max(counts.values(), default=0)
+
+
+def _gradient(plan: Plan, leaf: ParamLeaf) -> tuple[Placement, np.dtype]:
+    """A gradient at the end of the backward pass: in host memory it waits in the dtype in which it arose."""
+    placement, kind = plan.grad_placement(leaf), plan.gradient_memory(leaf)
+    if kind:
+        return placement.at(kind), plan.precision.compute(leaf.dtype)
+    return placement, plan.precision.gradient(leaf.dtype)
 
 
 def devices_per_host(mesh: Any) -> int:
@@ -93,6 +124,13 @@ def devices_per_host(mesh: Any) -> int:
     if isinstance(mesh, Mesh):
         return max(Counter(device.process_index for device in mesh.devices.flat).values())
     return math.prod(size for axis, size in mesh.shape.items() if axis != "node")
+
+
+def file_bytes(plan: Plan, placement: Placement, dtype: np.dtype) -> int:
+    """Bytes of one leaf in files of one host, at most: its devices' distinct shards."""
+    shard = shard_bytes(plan, placement, dtype)
+    shards = math.prod(placement.padded) * np.dtype(dtype).itemsize // max(shard, 1)
+    return shard * min(shards, devices_per_host(plan.mesh))
 
 
 def shard_bytes(plan: Plan, placement: Placement, dtype: np.dtype) -> int:

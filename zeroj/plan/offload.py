@@ -10,6 +10,8 @@ from jax.sharding import Mesh
 
 from zeroj.config.zero import Zero
 from zeroj.errors import PlanError
+from zeroj.plan.memory import shard_bytes
+from zeroj.plan.rules import NVME, Placement
 
 if TYPE_CHECKING:
     from zeroj.plan.plan import ParamLeaf, Plan
@@ -18,10 +20,10 @@ if TYPE_CHECKING:
 PINNED = "pinned_host"
 
 
-def state_on_host(zero: Zero) -> bool:
-    """Whether optimizer state is kept in host memory."""
+def state_off_device(zero: Zero) -> bool:
+    """Whether optimizer state is kept in host memory or in files."""
     part = zero.offload_optimizer
-    return part is not None and part.device == "cpu"
+    return part is not None and part.device != "none"
 
 
 def offloaded(plan: Plan) -> Plan:
@@ -34,6 +36,8 @@ def offloaded(plan: Plan) -> Plan:
     """
     plan = _params_offloaded(plan)
     part = plan.zero.offload_optimizer
+    if plan.spill is not None and part is not None:
+        return _spilled(plan, plan.spill.smallest, part.ratio)
     if part is None or part.device != "cpu":
         return plan
     kind = host_kind(plan.mesh, part.pin_memory)
@@ -59,6 +63,26 @@ def _params_offloaded(plan: Plan) -> Plan:
             replace(x, param_memory=kind) if math.prod(x.shape) > plan.threshold else x for x in plan.leaves
         ),
     )
+
+
+def _spilled(plan: Plan, smallest: int, ratio: float) -> Plan:
+    """The plan with optimizer state in files: what has shards of at least ``smallest`` bytes."""
+    chosen = _choose(state_bytes(plan), ratio)
+
+    def large(placement: Placement, dtype: Any) -> bool:
+        return shard_bytes(plan, placement, dtype) >= smallest
+
+    leaves = tuple(
+        replace(x, state_memory=NVME)
+        if x.path in chosen and large(plan.state_placement(x), plan.master_dtype(x))
+        else x
+        for x in plan.leaves
+    )
+    state = tuple(
+        replace(s, placement=s.placement.at(NVME)) if s.owner in chosen and large(s.placement, s.dtype) else s
+        for s in plan.state_leaves
+    )
+    return replace(plan, leaves=leaves, state_leaves=state)
 
 
 def state_bytes(plan: Plan) -> dict[str, int]:

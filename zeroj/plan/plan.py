@@ -14,6 +14,8 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zeroj.config.offload import Aio
+from zeroj.config.spill import SpillSettings, spill_settings
 from zeroj.config.zero import Zero
 from zeroj.errors import PlanError
 from zeroj.plan import offload, tree
@@ -24,13 +26,14 @@ from zeroj.plan.leaves import Stage as Stage
 from zeroj.plan.leaves import StateLeaf as StateLeaf
 from zeroj.plan.mesh import zero_axes_of
 from zeroj.plan.precision import Precision, make_precision
-from zeroj.plan.rules import Placement, auto_threshold, place
+from zeroj.plan.rules import NVME, Placement, auto_threshold, place
 from zeroj.plan.wire import wire_of
 
 #: What ``Zero.needs()`` may name that plans can do.
 SUPPORTED = frozenset(
     {
         *("offload_optimizer:cpu", "offload_optimizer:ratio", "offload_param:cpu"),
+        *("offload_optimizer:nvme", "nvme"),
         *("zero++:hpZ", "zero++:qwZ", "zero++:qgZ", "mics"),
     }
 )
@@ -53,6 +56,7 @@ class Plan:
     state_leaves: tuple[StateLeaf, ...]
     state_treedef: Any
     concrete_init: bool = False
+    spill: SpillSettings | None = None
 
     @property
     def stage(self) -> Stage:
@@ -74,15 +78,21 @@ class Plan:
     def has_master(self) -> bool:
         """Whether the optimizer's state holds an fp32 master.
 
-        At stage 3 the params themselves are it, unless the optimizer's state lives in host memory: then the
-        master does too, and the device holds shards of the params in the compute dtype.
+        At stage 3 the params themselves are it, unless the optimizer's state lives in host memory or in files:
+        then the master does too, and the device holds shards of the params in the compute dtype.
         """
-        return self.precision.has_master and (not self.stage.params or offload.state_on_host(self.zero))
+        return self.precision.has_master and (not self.stage.params or offload.state_off_device(self.zero))
 
     @cached_property
     def streams(self) -> bool:
         """Whether anything that an update changes lives in host memory, and so is streamed through the device."""
-        return any(leaf.state_memory or leaf.param_memory for leaf in self.leaves)
+        return any(leaf.state_memory not in ("", NVME) or leaf.param_memory for leaf in self.leaves)
+
+    @cached_property
+    def spills(self) -> bool:
+        """Whether any of the optimizer's state lies in files."""
+        masters = self.has_master and any(leaf.state_memory == NVME for leaf in self.leaves)
+        return masters or any(leaf.placement.memory == NVME for leaf in self.state_leaves)
 
     # -- placements, in the order of ``leaves`` ----------------------------------------------------
 
@@ -93,6 +103,10 @@ class Plan:
     def grad_placement(self, leaf: ParamLeaf) -> Placement:
         """Where the reduced gradient lives."""
         return leaf.placement if self.stage.grads else leaf.placement.whole()
+
+    def gradient_memory(self, leaf: ParamLeaf) -> str:
+        """Where a whole step's gradient of one micro-batch waits for the update: with its param and its state."""
+        return leaf.param_memory if leaf.param_memory == leaf.state_memory else ""
 
     def master_placement(self, leaf: ParamLeaf) -> Placement:
         """Where what the optimizer updates lives: the fp32 master, or the param that is its own master."""
@@ -116,8 +130,9 @@ class Plan:
     # -- pytrees ------------------------------------------------------------------------------------
 
     def sharding(self, placement: Placement) -> NamedSharding:
-        """The NamedSharding of one placement, memory kind included."""
-        return NamedSharding(self.mesh, placement.spec, memory_kind=placement.memory or None)
+        """The NamedSharding of one placement, memory kind included; of what lies in files, once it is read."""
+        kind = None if placement.memory == NVME else placement.memory or None
+        return NamedSharding(self.mesh, placement.spec, memory_kind=kind)
 
     @property
     def replicated(self) -> NamedSharding:
@@ -188,6 +203,7 @@ def make_plan(
     trainable: Any = None,
     zero_axes: tuple[str, ...] | None = None,
     scanned: Any = None,
+    aio: Aio | Mapping[str, Any] | None = None,
 ) -> Plan:
     """Decides where every array of a training run lives. Allocates nothing of the model.
 
@@ -205,6 +221,7 @@ def make_plan(
         scanned: a predicate of a leaf's path, or a collection of path prefixes: leaves whose dim 0 is a stack
             that a ``lax.scan`` runs over; that dim is then never sharded. Left out, a first dim of at most 128
             is sharded only if no other will do.
+        aio: the section "aio", for state in files: with it the direct engine is used, else the Orbax one.
 
     Returns:
         The plan.
@@ -249,7 +266,8 @@ def make_plan(
             flag,
         )
         leaves.append(ParamLeaf(path, leaf.keys, np.dtype(leaf.dtype), replace(placement, wire=wire), flag))
-    plan = Plan(mesh, zero, axes, policy, threshold, tuple(leaves), treedef, (), None)
+    spill = spill_settings(zero.offload_optimizer, aio if aio is None or isinstance(aio, Aio) else Aio(**aio))
+    plan = Plan(mesh, zero, axes, policy, threshold, tuple(leaves), treedef, (), None, spill=spill)
     return _with_state(plan, tx)
 
 

@@ -20,6 +20,9 @@ WHOLE_LIMIT = 100_000
 #: A first dim of at most this size may be a stack of layers.
 STACK_LIMIT = 128
 
+#: Not a memory kind of JAX's: what a placement's ``memory`` says of an array that lies in files.
+NVME = "nvme"
+
 
 @dataclass(frozen=True)
 class Placement:

@@ -57,3 +57,35 @@ def digest(blocks: list[bytes]) -> int:
     for block in blocks:
         value = zlib.crc32(block, value)
     return value
+
+
+class Arenas:
+    """Page-aligned buffers that are used again and again, of ``budget`` bytes together.
+
+    Attributes:
+        budget: bytes; one buffer that is larger is made all the same.
+        in_use: bytes of the buffers that are out.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.budget, self.in_use = budget, 0
+        self._free: list[np.ndarray] = []
+
+    def take(self, nbytes: int) -> np.ndarray:
+        """A buffer of at least ``nbytes``."""
+        fitting = [a for a in self._free if a.nbytes >= nbytes]
+        found = min(fitting, key=lambda a: a.nbytes) if fitting else None
+        self._free = [a for a in self._free if a is not found]
+        while found is None and self._free and self.in_use + self._pooled() + nbytes > self.budget:
+            self._free.pop()
+        found = aligned(nbytes) if found is None else found
+        self.in_use += found.nbytes
+        return found
+
+    def give_back(self, arena: np.ndarray) -> None:
+        """Takes a buffer back."""
+        self.in_use -= arena.nbytes
+        self._free.append(arena)
+
+    def _pooled(self) -> int:
+        return sum(a.nbytes for a in self._free)

@@ -15,6 +15,7 @@ from zeroj.config.precision import LossScale
 from zeroj.errors import PlanError
 from zeroj.gather import model_state as model_states
 from zeroj.gather.inputs import check_params
+from zeroj.optimizer.birth import born_in_files
 from zeroj.optimizer.zero import first_state, masters_of, params_from_masters, wrap_optimizer
 from zeroj.plan import tree
 from zeroj.plan.host_memory import check_host_memory
@@ -22,6 +23,7 @@ from zeroj.plan.mesh import traced_on
 from zeroj.plan.plan import ParamLeaf, Plan
 from zeroj.plan.rules import Placement
 from zeroj.plan.tree import ZeroOptState
+from zeroj.spill.tier import is_spilled
 from zeroj.step.precision import ScaleState, default_scaling, init_scale
 
 
@@ -103,16 +105,23 @@ def init_state(
     check_host_memory(plan)
     struct = abstract_state(tx, plan, loss_scale=loss_scale)
     shardings = jax.tree.map(lambda s: s.sharding, struct)
-    if callable(params_or_init_fn):
-        masters = birth(plan, params_or_init_fn)()
+    values: Any = birth(plan, params_or_init_fn)() if callable(params_or_init_fn) else None
+    given = None if callable(params_or_init_fn) else _user_values(plan, params_or_init_fn)
+
+    def master_of(i: int) -> jax.Array:
+        leaf = plan.leaves[i]
+        if given is None:
+            value, values[i] = values[i], None
+            return value
+        return _place(plan, leaf, given[i], plan.master_placement(leaf), plan.master_dtype(leaf))
+
+    if plan.spills:
+        params, opt_state = born_in_files(wrapped.user_tx, plan, master_of)
     else:
-        masters = [
-            _place(plan, leaf, value, plan.master_placement(leaf), plan.master_dtype(leaf))
-            for leaf, value in zip(plan.leaves, _user_values(plan, params_or_init_fn), strict=True)
-        ]
-    opt_state = _first_opt_state(wrapped, plan, masters, shardings.opt_state)
-    to_params = traced_on(plan.mesh, partial(params_from_masters, plan))
-    params = jax.jit(to_params, out_shardings=shardings.params)(masters)
+        masters = [master_of(i) for i in range(len(plan.leaves))]
+        opt_state = _first_opt_state(wrapped, plan, masters, shardings.opt_state)
+        to_params = traced_on(plan.mesh, partial(params_from_masters, plan))
+        params = jax.jit(to_params, out_shardings=shardings.params)(masters)
     scaler = init_scale(loss_scale or default_scaling(plan.precision.name))
     step, skipped, scale, key = _small(plan, (np.int32(0), np.int32(0), scaler), rng)
     carried = model_states.everywhere(plan, model_state)
@@ -165,8 +174,10 @@ def full_params(state: TrainState | Any, plan: Plan) -> Any:
     return plan.treedef.unflatten(whole)
 
 
-def fetch(plan: Plan, value: jax.Array) -> np.ndarray:
+def fetch(plan: Plan, value: Any) -> np.ndarray:
     """One array, whole, on this host, whichever processes hold its shards."""
+    if is_spilled(value):
+        value = value.to_devices()
     if not value.is_fully_addressable and not value.is_fully_replicated:
         value = jax.jit(lambda x: x, out_shardings=plan.replicated)(value)
     return np.asarray(value.addressable_data(0) if value.is_fully_replicated else value)

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from zeroj import flags
+from zeroj import _compat, flags
 from zeroj.config.precision import LossScale
 from zeroj.errors import PlanError
 from zeroj.gather.evaluate import evaluate
 from zeroj.gather.gradients import Gradients, gradients
 from zeroj.gather.views import make_view
+from zeroj.optimizer.norms import sum_of_squares
+from zeroj.optimizer.spill import SpilledUpdate
 from zeroj.optimizer.zero import ZeroOptimizer, apply_gradients, wrap_optimizer
 from zeroj.plan.mesh import traced_on
 from zeroj.plan.plan import Plan
-from zeroj.step.precision import default_scaling, finite_leaves, is_stuck, next_scale
+from zeroj.step.precision import default_scaling, is_stuck, next_scale
+from zeroj.step.spilled import SpilledStep, without_files
 from zeroj.step.state import TrainState
 
 #: Added to the norm before it divides, as DeepSpeed does: clip_factor = min(1, max_norm / (norm + 1e-6)).
@@ -61,7 +64,8 @@ def make_train_step(
         donate: whether the old state's buffers are reused for the new one.
 
     Returns:
-        A jitted function. ``batch`` has leaves (global batch, ...). Metrics, all scalars: ``loss`` (before
+        A jitted function, or a :class:`zeroj.step.spilled.SpilledStep` where the plan keeps state in files.
+        ``batch`` has leaves (global batch, ...). Metrics, all scalars: ``loss`` (before
         the update), ``grad_norm`` (before clipping), ``clip_factor`` (what the gradient was multiplied by),
         ``loss_scale`` (the one this step used), ``skipped`` (updates skipped so far), ``applied`` (whether
         this one was made), ``step`` (updates made so far), and ``aux`` if the loss has one. Where
@@ -82,7 +86,7 @@ def make_train_step(
     scaling = loss_scale or default_scaling(plan.precision.name)
     skips = plan.precision.half if skip_nonfinite is None else skip_nonfinite
 
-    def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+    def head(state: TrainState, batch: Any) -> tuple[Any, ...]:
         rng = jax.random.fold_in(state.rng, state.scale.iteration)
         scale = state.scale.scale
         out = gradients(
@@ -96,25 +100,49 @@ def make_train_step(
             view=view,
             accumulation=accumulation_steps,
             has_aux=has_aux,
+            host=True,
         )
-        grads, norm, factor = _unscale_and_clip(plan, out.grads, scale / times, clip_norm)
-        flags = finite_leaves(out.grads) if skips else None
-        finite = None if flags is None else jnp.all(flags) & jnp.isfinite(norm)
-        new, applied = _advance(wrapped, state, out, grads, finite, scaling)
+        clipped = _unscale_and_clip(plan, out.grads, scale / times, clip_norm)
+        flags = clipped.finite if skips else None
+        finite = None if flags is None else jnp.all(flags) & jnp.isfinite(clipped.norm)
+        new = _advance(plan, state, out, finite, scaling)
         metrics = {
             "loss": out.loss,
-            "grad_norm": norm,
-            "clip_factor": factor,
+            "grad_norm": clipped.norm,
+            "clip_factor": clipped.factor,
             "loss_scale": scale,
-            "skipped": new.skipped,
-            "applied": applied,
-            "step": new.step,
+            "skipped": new.fields["skipped"],
+            "applied": jnp.bool_(True) if new.applied is None else new.applied,
+            "step": new.fields["step"],
         }
         if finite is not None and flags is not None:
             metrics |= {"stuck": is_stuck(state.scale, finite, scaling), "finite": flags}
-        return new, metrics | ({"aux": out.aux} if jax.tree.leaves(out.aux) else {})
+        metrics |= {"aux": out.aux} if jax.tree.leaves(out.aux) else {}
+        if (
+            plan.streams or plan.spills
+        ):  # so that the host's tier and files' round alike, whatever XLA makes of it
+            grads = [g if _compat.is_on_host(g) else jax.lax.optimization_barrier(g) for g in clipped.grads]
+            clipped = clipped._replace(grads=grads)
+        return clipped, new, metrics
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        clipped, new, metrics = head(state, batch)
+        params, opt_state = _update(wrapped, state, clipped, metrics["loss"], new.applied)
+        return state._replace(params=params, opt_state=opt_state, **new.fields), metrics
+
+    def before_update(state: TrainState, batch: Any) -> tuple[Any, ...]:
+        clipped, new, metrics = head(state, batch)
+        return clipped.grads, new.fields, metrics
 
     options = flags.step_options()
+    if plan.spills:
+        shardings = [plan.sharding(plan.grad_placement(leaf)) for leaf in plan.leaves if leaf.trainable]
+        program = jax.jit(
+            traced_on(plan.mesh, before_update),
+            out_shardings=(shardings, plan.replicated, None),
+            compiler_options=options,
+        )
+        return SpilledStep(program, SpilledUpdate(wrapped.user_tx, plan, donate))
     return jax.jit(
         traced_on(plan.mesh, step), donate_argnums=(0,) if donate else (), compiler_options=options
     )
@@ -160,46 +188,75 @@ def make_eval_step(
         )
         return {"loss": loss, **({"aux": aux} if jax.tree.leaves(aux) else {})}
 
-    return jax.jit(traced_on(plan.mesh, step))
+    jitted = jax.jit(traced_on(plan.mesh, step))
+    return without_files(jitted) if plan.spills else jitted
 
 
-def _unscale_and_clip(
-    plan: Plan, grads: list[jax.Array], scale: jax.Array, clip_norm: float | None
-) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-    """Divides by the scale that the gradients were made with; (gradients, norm before clipping, factor)."""
+class Clipped(NamedTuple):
+    """Gradients as the optimizer is to see them.
+
+    Attributes:
+        grads: unscaled and clipped; those in host memory as they came, for ``finish`` to do it.
+        norm: fp32 scalar, the global norm before clipping.
+        factor: fp32 scalar, what they were multiplied by.
+        finite: bool (leaves,), for each whether all its elements, on every device, are finite.
+        finish: unscales and clips what of a gradient is brought to the device.
+    """
+
+    grads: list[jax.Array]
+    norm: jax.Array
+    factor: jax.Array
+    finite: jax.Array
+    finish: Callable[[jax.Array], jax.Array]
+
+
+def _unscale_and_clip(plan: Plan, raw: list[jax.Array], scale: jax.Array, clip_norm: float | None) -> Clipped:
+    """Divides by the scale that the gradients were made with, and clips by the global norm."""
     live = [leaf for leaf in plan.leaves if leaf.trainable]
-    grads = [g.astype(plan.precision.seen(x.dtype)) for g, x in zip(grads, live, strict=True)]
-    grads = [g / scale.astype(g.dtype) for g in grads]
-    norm = global_norm(grads)
-    if clip_norm is None:
-        return grads, norm, jnp.float32(1)
-    factor = jnp.minimum(1.0, clip_norm / (norm + CLIP_EPSILON))
-    return [g * factor.astype(g.dtype) for g in grads], norm, factor
+    away = [_compat.is_on_host(g) for g in raw]
+    grads = [
+        g if host else (wide := g.astype(plan.precision.seen(x.dtype))) / scale.astype(wide.dtype)
+        for g, x, host in zip(raw, live, away, strict=True)
+    ]
+    one = jnp.float32(1)
+    squares = [
+        sum_of_squares(g, scale if host else one, plan.degree) for g, host in zip(grads, away, strict=True)
+    ]
+    norm = jnp.sqrt(sum(squares, start=jnp.float32(0)))
+    factor = one if clip_norm is None else jnp.minimum(1.0, clip_norm / (norm + CLIP_EPSILON))
+
+    def clipped(grad: jax.Array) -> jax.Array:
+        return grad if clip_norm is None else grad * factor.astype(grad.dtype)
+
+    def finish(grad: jax.Array) -> jax.Array:
+        wide = grad.astype(plan.precision.seen(grad.dtype))
+        return clipped(wide / scale.astype(wide.dtype))
+
+    flags = [
+        jnp.isfinite(square) if host else jnp.all(jnp.isfinite(g))
+        for g, square, host in zip(raw, squares, away, strict=True)
+    ]
+    finite = jnp.stack(flags) if flags else jnp.ones((0,), bool)
+    done = [g if host else clipped(g) for g, host in zip(grads, away, strict=True)]
+    return Clipped(done, norm, factor, finite, finish)
 
 
-def global_norm(grads: list[jax.Array]) -> jax.Array:
-    """The L2 norm over all leaves of global arrays, in fp32, each element counted once."""
-    squares = [jnp.sum(jnp.square(g.astype(jnp.promote_types(g.dtype, jnp.float32)))) for g in grads]
-    return jnp.sqrt(sum(squares, start=jnp.float32(0)))
+class Advance(NamedTuple):
+    """The small fields of the state after the step, and whether it is applied; None where it always is."""
+
+    fields: dict[str, Any]
+    applied: jax.Array | None
 
 
 def _advance(
-    tx: ZeroOptimizer,
-    state: TrainState,
-    out: Gradients,
-    grads: list[jax.Array],
-    finite: jax.Array | None,
-    scaling: LossScale,
-) -> tuple[TrainState, jax.Array]:
-    """The state after the step, and whether it was applied.
-
-    A step whose gradients are not finite, or whose loss counted nothing, changes the scaler and ``skipped`` alone.
+    plan: Plan, state: TrainState, out: Gradients, finite: jax.Array | None, scaling: LossScale
+) -> Advance:
+    """A step whose gradients are not finite, or whose loss counted nothing, changes the scaler and ``skipped`` alone.
 
     Args:
-        tx: the wrapped optimizer.
+        plan: the plan.
         state: the state before.
         out: what the pass over the batch gave.
-        grads: its gradients, unscaled and clipped.
         finite: bool scalar, or None where gradients are not looked at.
         scaling: the loss scaler's settings.
     """
@@ -208,12 +265,11 @@ def _advance(
     applied = jnp.bool_(True)
     for condition in conditions:
         applied = applied & condition
-    params, opt_state = _update(tx, state, grads, out.loss, applied if conditions else None)
     scale = next_scale(state.scale, jnp.bool_(True) if finite is None else finite, scaling)
     done = applied.astype(jnp.int32)
-    counters = (state.step + done, state.skipped + 1 - done, scale, state.rng)
-    carried = _carry(tx.plan, state.model_state, out.model_state, applied if conditions else None)
-    return TrainState(params, opt_state, *counters, carried), applied
+    carried = _carry(plan, state.model_state, out.model_state, applied if conditions else None)
+    fields = {"step": state.step + done, "skipped": state.skipped + 1 - done, "scale": scale}
+    return Advance({**fields, "model_state": carried}, applied if conditions else None)
 
 
 def _carry(plan: Plan, before: Any, after: Any, applied: jax.Array | None) -> Any:
@@ -226,12 +282,20 @@ def _carry(plan: Plan, before: Any, after: Any, applied: jax.Array | None) -> An
 def _update(
     tx: ZeroOptimizer,
     state: TrainState,
-    grads: list[jax.Array],
+    clipped: Clipped,
     loss: jax.Array,
     applied: jax.Array | None,
 ) -> tuple[Any, Any]:
-    plan, live = tx.plan, iter(grads)
+    plan, live = tx.plan, iter(clipped.grads)
     tree = plan.treedef.unflatten([next(live) if leaf.trainable else None for leaf in plan.leaves])
     return apply_gradients(
-        tx.user_tx, plan, tree, state.opt_state, state.params, applied=applied, value=loss, grad=tree
+        tx.user_tx,
+        plan,
+        tree,
+        state.opt_state,
+        state.params,
+        applied=applied,
+        finish=clipped.finish,
+        value=loss,
+        grad=tree,
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import ctypes
+import functools
 import importlib.util
 import re
 import sys
@@ -261,6 +263,21 @@ def before_shutdown(callback: Callable[[], None]) -> None:
 
 async def _in_line(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], Any] | None:
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError, TypeError):  # another C library than glibc
+        return None
+
+
+def give_back_memory() -> None:
+    """Returns what the C library holds of freed memory to the system; where it cannot, does nothing."""
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
 
 
 def is_tracer(value: Any) -> bool:

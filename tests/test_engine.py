@@ -162,10 +162,10 @@ def test_what_the_engine_lacks_is_refused_by_name() -> None:
             zero_optimization={
                 "stage": 3,
                 "offload_optimizer": {"device": "cpu"},
-                "zero_quantized_weights": True,
+                "zero_quantized_nontrainable_weights": True,
             }
         )
-    assert "offload_optimizer:cpu" not in str(caught.value) and "zero++:qwZ" in str(caught.value)
+    assert "offload_optimizer:cpu" not in str(caught.value) and "zero++:nontrainable" in str(caught.value)
 
 
 def test_without_an_optimizer_it_says_where_to_name_one() -> None:

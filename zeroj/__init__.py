@@ -4,6 +4,7 @@ from zeroj import aot as aot
 from zeroj.checkpoint.checkpointer import Checkpointer as Checkpointer
 from zeroj.checkpoint.inspect import convert as convert_checkpoint  # noqa: F401
 from zeroj.checkpoint.inspect import inspect as inspect_checkpoint  # noqa: F401
+from zeroj.checkpoint.modules import load_module as load_module
 from zeroj.checkpoint.preemption import EXIT_PREEMPTED as EXIT_PREEMPTED
 from zeroj.checkpoint.preemption import Preemption as Preemption
 from zeroj.checkpoint.safetensors import export_safetensors as export_safetensors
@@ -35,6 +36,8 @@ from zeroj.step.access import get_local as get_local
 from zeroj.step.access import set_full as set_full
 from zeroj.step.access import set_local as set_local
 from zeroj.step.batch import shard_batch as shard_batch
+from zeroj.step.move import offload_states as offload_states
+from zeroj.step.move import reload_states as reload_states
 from zeroj.step.overflow import OverflowWatch as OverflowWatch
 from zeroj.step.state import TrainState as TrainState
 from zeroj.step.state import abstract_state as abstract_state

@@ -20,7 +20,7 @@ from zeroj.gather.gradients import value_and_grad
 from zeroj.gather.scanned import find_scanned
 from zeroj.monitor.run import RunMonitor
 from zeroj.plan.mesh import make_mesh, zero_axes_of
-from zeroj.plan.plan import SUPPORTED as PLANNED
+from zeroj.plan.plan import SUPPORTED as plan_features
 from zeroj.plan.plan import Plan, make_plan
 from zeroj.plan.precision import make_precision
 from zeroj.step.batch import cast_floats, shard_batch
@@ -29,7 +29,7 @@ from zeroj.step.state import TrainState, init_state
 from zeroj.step.train_step import make_eval_step, make_train_step
 
 #: What ``Config.needs()`` may name that the engine can do.
-SUPPORTED = frozenset(PLANNED)
+SUPPORTED = plan_features
 
 
 class Engine(Saves):
@@ -101,7 +101,7 @@ class Engine(Saves):
             self.state, self._metrics = made(step(self.state, placed))
         self._overflow.see(self._metrics)
         self.global_steps += 1
-        self.global_samples += self.batch_sizes.train
+        self.global_samples += next(x.shape[0] for x in jax.tree.leaves(placed) if x.ndim)
         shown = self._metrics | {"lr": self._learning_rate()} if monitor.reads else self._metrics
         monitor.after_step(self.global_steps, self.global_samples, shown)
         return self._metrics
@@ -190,7 +190,7 @@ class Engine(Saves):
             self._overflow.see(None)
         finally:
             self.monitor.close()
-            self._close_checkpoints()
+            self.close_checkpoints()
 
     def _step_of(self, accumulation: int) -> Callable[..., Any]:
         """The step for a number of micro-batches, built once."""

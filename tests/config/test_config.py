@@ -125,7 +125,6 @@ NEEDS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         {"zero_optimization": {"stage": 3, "mics_shard_size": 4, "mics_hierarchical_params_gather": True}},
         ("mics", "mics:hierarchical"),
     ),
-    ({"zero_optimization": {"stage": 3, "reshard_after_forward": False}}, ("reshard_after_forward:false",)),
 ]
 
 

@@ -189,3 +189,30 @@ def convolution() -> Form:
         return square(jax.nn.relu(y + p["b"]))
 
     return {"k": normal(1, 3, 3, 4, 8), "b": normal(2, 8)}, loss, data(B, 5, 5, 4)
+
+
+@form
+def prepared_in_nested_jit() -> Form:
+    prepare = jax.jit(lambda w: w.T)
+    return {"w": normal(1, 16, D)}, lambda p, x: square(jnp.sin(x @ prepare(p["w"]))), data()
+
+
+@form
+def indexed_in_rematerialised_loop() -> Form:
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        def body(i: Any, c: jax.Array) -> jax.Array:
+            return jax.checkpoint(block)(c, jax.tree.map(lambda w: w.astype(jnp.float32)[i], p))
+
+        return square(jax.lax.fori_loop(0, L, body, x))
+
+    return stack(L), loss, data()
+
+
+@form
+def slices_of_a_scanned_stack() -> Form:
+    def body(c: jax.Array, q: Any) -> tuple[jax.Array, None]:
+        for i in (1, 0):
+            c = block(c, jax.tree.map(lambda w, i=i: w[i], q))
+        return c, None
+
+    return stack(L, 2), lambda p, x: square(jax.lax.scan(body, x, p)[0]), data()

@@ -25,8 +25,8 @@ LEAVES: dict[str, Leaf] = {}
 REPEATS = 3
 
 
-def normal(r: np.random.Generator, *shape: int, dtype: Any = np.float32) -> jax.Array:
-    return jnp.asarray(r.normal(size=shape) / np.sqrt(max(shape[-2:-1] or (1,))), dtype)
+def normal(r: np.random.Generator, *shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return np.asarray(r.normal(size=shape) / np.sqrt(max(shape[-2:-1] or (1,))), dtype)
 
 
 def leaf(make: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -39,20 +39,20 @@ def leaf(make: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..
     return register
 
 
-def nothing(r: np.random.Generator, d: int) -> dict[str, jax.Array]:
+def nothing(r: np.random.Generator, d: int) -> dict[str, np.ndarray]:
     return {}
 
 
-def square(r: np.random.Generator, d: int) -> dict[str, jax.Array]:
+def square(r: np.random.Generator, d: int) -> dict[str, np.ndarray]:
     return {"w": normal(r, d, d)}
 
 
-def wide(r: np.random.Generator, d: int) -> dict[str, jax.Array]:
+def wide(r: np.random.Generator, d: int) -> dict[str, np.ndarray]:
     return {"w": normal(r, d, 13), "b": normal(r, 13), "v": normal(r, 13, d)}
 
 
-def vector(r: np.random.Generator, d: int) -> dict[str, jax.Array]:
-    return {"g": 1 + 0.1 * normal(r, d)}
+def vector(r: np.random.Generator, d: int) -> dict[str, np.ndarray]:
+    return {"g": np.float32(1) + np.float32(0.1) * normal(r, d)}
 
 
 @leaf(wide)
@@ -78,6 +78,12 @@ def lookup(p: Any, shared: Any, x: jax.Array) -> Any:
 @leaf(nothing)
 def tied_square(p: Any, shared: Any, x: jax.Array) -> Any:
     return jnp.tanh(x @ shared["square"]) + x
+
+
+@leaf(wide)
+def prepared(p: Any, shared: Any, x: jax.Array) -> Any:
+    w, v = jax.jit(lambda p: (p["w"].T * 0.5, p["v"].T + 0.1))(p)
+    return jnp.tanh(x @ w.T) @ v.T + x
 
 
 @leaf(vector)
@@ -135,7 +141,7 @@ def experts(p: Any, shared: Any, x: jax.Array) -> Any:
     return jnp.einsum("be,bd,edf->bf", jax.nn.softmax(x @ p["router"]), x, p["experts"])
 
 
-@leaf(lambda r, d: {"order": jnp.asarray(r.permutation(d), jnp.int32), "keep": jnp.arange(d) % 3 > 0})
+@leaf(lambda r, d: {"order": np.asarray(r.permutation(d), np.int32), "keep": np.arange(d) % 3 > 0})
 def integers(p: Any, shared: Any, x: jax.Array) -> Any:
     return jnp.where(p["keep"], x[:, p["order"]], x * 0.5)
 
@@ -147,7 +153,7 @@ def penalised(p: Any, shared: Any, x: jax.Array) -> Any:
     )
 
 
-@leaf(lambda r, d: {"s": normal(r), "none": jnp.zeros((0, d)), "never": normal(r, 11, 7)})
+@leaf(lambda r, d: {"s": normal(r), "none": np.zeros((0, d), np.float32), "never": normal(r, 11, 7)})
 def scalars(p: Any, shared: Any, x: jax.Array) -> Any:
     return x * p["s"] + jnp.sum(p["none"])
 
@@ -243,7 +249,7 @@ def scan_ys(body: Body, p: Any, shared: Any, x: jax.Array) -> Any:
         y, more = body(q, shared, c)
         return y, (more, [a * 2 for a in jax.tree.leaves(q) if jnp.issubdtype(a.dtype, jnp.floating)])
 
-    y, (more, seen) = jax.lax.scan(one, x, p)
+    y, (more, seen) = jax.lax.scan(one, x, p, length=REPEATS)
     return y, jnp.sum(more) + sum((0.01 * jnp.sum(jnp.sin(a)) for a in seen), jnp.float32(0))
 
 
@@ -396,12 +402,12 @@ def init(steps: Steps, r: np.random.Generator, width: int) -> Any:
             name, inner = step
             copies = [init(inner, r, width) for _ in range(REPEATS if name in STACKED else 1)]
             made[f"{i}_{name}"] = (
-                jax.tree.map(lambda *a: jnp.stack(a), *copies) if len(copies) > 1 else copies[0]
+                jax.tree.map(lambda *a: np.stack(a), *copies) if len(copies) > 1 else copies[0]
             )
     return made
 
 
-def shared_params(r: np.random.Generator, width: int) -> dict[str, jax.Array]:
+def shared_params(r: np.random.Generator, width: int) -> dict[str, np.ndarray]:
     return {"table": normal(r, 19, width), "square": normal(r, width, width)}
 
 

@@ -26,6 +26,7 @@ PLANS = st.fixed_dictionaries(
         "stage3_prefetch_bucket_size": st.sampled_from([0, 150, 10**6]),
         "stage3_max_live_parameters": st.sampled_from([0, 300, 10**9]),
         "stage3_max_reuse_distance": st.sampled_from([0, 200, 10**9]),
+        "reshard_after_forward": st.just(False),
     },
 )
 EXAMPLES = {
@@ -43,6 +44,7 @@ def check(steps: Any, zero: Any, mesh: Any, view: str, width: int, frozen: str, 
     r = np.random.default_rng(0)
     params = {"steps": programs.init(steps, r, width), "shared": programs.shared_params(r, width)}
     loss_fn = programs.loss_of(steps)
+    zero = {**zero, "reshard_after_forward": zero["stage"] < 3 or zero.get("reshard_after_forward", True)}
     made = zj.make_mesh(devices=jax.devices()[: int(np.prod(list(mesh.values())))], **mesh)
     degree = mesh.get("node", 1) * mesh["local"]
     batch = jnp.asarray(r.normal(size=(2 * degree, width)), jnp.float32)

@@ -6,6 +6,7 @@ Run as ``python worker.py PROCESS PROCESSES PORT FOLDER STAGE``.
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,32 @@ def train(folder: Path, stage: int) -> dict[str, np.ndarray]:
         checkpoints.save(state, plan, {"steps": STEPS}, wait=True)
         back, extra = checkpoints.restore(plan)
     assert extra["steps"] == STEPS
-    _, metrics = step(back, zj.shard_batch(plan, batches[STEPS]))
+    back, metrics = step(back, zj.shard_batch(plan, batches[STEPS]))
     seen.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    with zj.gathered(back, plan, sorted(whole)[0]) as leaves:
+        for value in leaves.values():
+            value += 1 + jax.process_index()  # what process 0 leaves is what is written
+    whole |= {f"written/{path}": zj.get_full(leaves.state, plan, path) for path in leaves}
+    tags = [told_of_tags(mode) for mode in ("ignore", "warn", "fail")]
+    assert tags == (["", "warned", "raised"] if jax.process_count() > 1 else ["", "", ""]), tags
     flat = {jax.tree_util.keystr(k): np.asarray(v) for k, v in jax.tree_util.tree_leaves_with_path(whole)}
     return {"seen": np.array(seen), "plan": np.array(str(plan)), **flat}
+
+
+def told_of_tags(validation: str) -> str:
+    """What is said of a tag that differs between processes."""
+    import zeroj as zj
+    from zeroj.checkpoint.together import same_tag
+
+    same_tag("one for all", validation)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            same_tag(f"process {jax.process_index()}", validation)
+        except zj.CheckpointError as error:
+            assert "those of [1]" in str(error)
+            return "raised"
+    return "warned" if any("those of [1]" in str(w.message) for w in caught) else ""
 
 
 def main() -> None:

@@ -26,6 +26,7 @@ class Case(NamedTuple):
     accumulation: int
     ratio: float
     model: str
+    params: bool = False  # offload_param too
 
 
 STAGES, RATIOS, ACCUMULATIONS = (1, 2, 3), (0.3, 1.0), (1, 4)
@@ -34,10 +35,13 @@ OPTIMIZERS = (
     "adamw adafactor lion muon schedule_free multi_transform multi_steps apply_if_finite lamb sgd".split()
 )
 WHOLE = [
-    Case(*row) for row in itertools.product(STAGES, OPTIMIZERS, PRECISIONS, ACCUMULATIONS, RATIOS, MODELS)
+    Case(*row)
+    for row in itertools.product(STAGES, OPTIMIZERS, PRECISIONS, ACCUMULATIONS, RATIOS, MODELS, (False, True))
+    if row[0] == 3 or not row[-1]  # offload_param needs stage 3
 ]
 COVER = [
-    Case(3, "adamw", "bf16", 1, 1.0, "scan"),
+    Case(3, "adamw", "bf16", 1, 1.0, "scan", True),
+    Case(3, "adafactor", "fp32", 4, 0.3, "toy", True),
     Case(1, "adamw", "fp16", 4, 0.3, "toy"),
     Case(2, "adafactor", "bf16", 4, 1.0, "scan"),
     Case(3, "lion", "fp32", 1, 0.3, "scan"),
@@ -52,7 +56,8 @@ COVER = [
 
 
 def name(case: Case) -> str:
-    return f"{case.optimizer}-{case.model}-z{case.stage}-{case.precision}-a{case.accumulation}-{case.ratio}"
+    where = "params" if case.params else "state"
+    return f"{where}-{case.optimizer}-{case.model}-z{case.stage}-{case.precision}-a{case.accumulation}-{case.ratio}"
 
 
 @functools.cache
@@ -71,16 +76,17 @@ def model(which: str, overflows: bool) -> oracle.Model:
     )
 
 
-def zero_of(stage: int, offload: dict[str, Any] | None, group: int = 200) -> zj.Zero:
+def zero_of(stage: int, offload: dict[str, Any] | None, params: bool = False, group: int = 200) -> zj.Zero:
     """Pieces of at most ``group`` elements of a device's shard, so that the stacks of the models are cut."""
-    section = {} if offload is None else {"offload_optimizer": {"device": "cpu", **offload}}
+    section: dict[str, Any] = {} if offload is None else {"offload_optimizer": {"device": "cpu", **offload}}
+    section |= {"offload_param": {"device": "cpu"}} if params else {}
     return zj.Zero(stage=stage, stage3_param_persistence_threshold=4, sub_group_size=group, **section)
 
 
 def run(case: Case, offload: dict[str, Any] | None) -> tuple[oracle.Run, zj.Plan]:
     m, tx = model(case.model, case.precision == "fp16"), optimizer(case.optimizer)
     scanned = ("blocks",) if case.model == "scan" else None
-    zero = zero_of(case.stage, offload)
+    zero = zero_of(case.stage, offload, case.params and offload is not None)
     plan = zj.make_plan(m.params, tx, oracle.mesh_of(8), zero, precision=case.precision, scanned=scanned)
     wanted = zj.abstract_state(tx, plan)
 

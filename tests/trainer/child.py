@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import sys
 from typing import Any
@@ -59,6 +60,10 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_disable_most_optimizations", True)
+    cache = pathlib.Path(__file__).parent.parent.parent / ".cache" / "jax"
+    jax.config.update("jax_compilation_cache_dir", os.environ.get("ZEROJ_TEST_CACHE", str(cache)))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     np.savez(pathlib.Path(folder) / "params.npz", **run(pathlib.Path(folder), int(stop), resume == "resume"))
 
 

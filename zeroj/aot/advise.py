@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from zeroj.aot.choices import PINNED_DEFAULT_GB, PINNED_VARIABLE, Batch, Choice, Machine, choices
+from zeroj.aot.choices import Batch, Choice, Machine, choices
 from zeroj.aot.closed_form import Estimate, estimate
 from zeroj.aot.sizes import Sizes
 from zeroj.aot.text import milliseconds, size, table
+from zeroj.plan.host_memory import PINNED_DEFAULT_GB, PINNED_VARIABLE
 
 SIMPLER = 1.05
 """A choice with more parts must be faster by this factor."""

@@ -6,10 +6,6 @@ import dataclasses
 
 from zeroj.aot.hardware import Gpu
 
-PINNED_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-PINNED_DEFAULT_GB = 64
-"""GiB of pinned host memory that a CUDA process may take, unless the variable says otherwise."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Choice:

@@ -9,6 +9,7 @@ import numpy as np
 from zeroj.aot.shapes import HloError
 
 _IOTA = re.compile(r"\[([\d,]*)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_TRANSPOSED = re.compile(r"\[([\d,]+)\]T\(([\d,]+)\)")
 _MESH = re.compile(r"mesh\[([^\]]*)\](?:,\s*device_ids=\((.*?)\))?\s*\{([^}]*)\}")
 _AXIS = re.compile(r"'?([^'=,:]+)'?=(\d+)")
 _AXIS_REF = re.compile(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?")
@@ -20,7 +21,7 @@ def parse_groups(text: str, num_devices: int) -> np.ndarray:
     Args:
       text: what follows ``replica_groups=``. Read are lists ``{{0,1},{2,3}}``, iota ``[2,4]<=[8]``, iota
         with a transpose ``[4,2]<=[2,4]T(1,0)``, mesh axes ``mesh['node'=2,'local'=4] {'local'}``, with
-        sub-axes ``'local':(1)2`` and device ids too, and ``{}``, which means one group of all.
+        sub-axes ``'local':(1)2`` and device ids (a list or ``[8,8]T(1,0)``) too, and ``{}``, one group of all.
       num_devices: devices of the program.
 
     Returns:
@@ -94,6 +95,8 @@ def _mesh_devices(ids: str | None, sizes: list[int]) -> np.ndarray:
         if not match:
             raise HloError(f"device ids of a mesh not understood: {ids[:200]}")
         return _iota(*match.groups()).reshape(-1)
+    if match := _TRANSPOSED.fullmatch(ids):
+        return _iota("", *match.groups()).reshape(-1)
     return np.array(_ints(ids))
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 
 from zeroj import _compat
-from zeroj.aot.choices import PINNED_DEFAULT_GB, PINNED_VARIABLE
 from zeroj.aot.text import size
+from zeroj.plan.host_memory import PINNED_VARIABLE, host_memory, pinned_pool
 
 _PACKAGES = (
     "jax jaxlib flax optax orbax-checkpoint tensorstore numpy pydantic rich safetensors jax-cuda13-plugin"
@@ -37,19 +37,6 @@ def machine() -> dict[str, Any]:
         "packages": {name: version for name in _PACKAGES if (version := _version(name))},
         "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }
-
-
-def host_memory() -> int:
-    """Returns the bytes of host memory: what the control group allows, at most what there is."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = pathlib.Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.exists() else "max"
-    return min(total, int(text)) if text.isdigit() else total
-
-
-def pinned_pool() -> int:
-    """Returns the bytes of pinned host memory that one CUDA process may take."""
-    return int(float(os.environ.get(PINNED_VARIABLE, PINNED_DEFAULT_GB)) * 2**30)
 
 
 def _version(name: str) -> str | None:

@@ -19,6 +19,7 @@ from zeroj.config.precision import LossScale
 from zeroj.errors import CheckpointError
 from zeroj.optimizer.birth import born_in_files
 from zeroj.optimizer.zero import wrap_optimizer
+from zeroj.plan.host_memory import check_host_memory
 from zeroj.plan.plan import Plan
 from zeroj.plan.tree import ZeroOptState
 from zeroj.spill.state import Spilled, spill_to_files
@@ -58,6 +59,7 @@ def restore_state(
     Raises:
         CheckpointError: what is stored does not fit the plan; lists every leaf.
     """
+    check_host_memory(plan)
     spilled = spill_to_files(plan) if plan.spills else None
     masters = _masters(folder, manifest, plan, fill if partial else None, spilled)
     differing = [] if weights_only else _optimizer_faults(manifest, plan, partial)

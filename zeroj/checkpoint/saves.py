@@ -10,6 +10,7 @@ import optax
 
 from zeroj.checkpoint.checkpointer import Checkpointer
 from zeroj.checkpoint.retention import step_tag
+from zeroj.checkpoint.together import same_tag
 from zeroj.config.batch import BatchSizes
 from zeroj.config.config import Config
 from zeroj.step.holder import StateHolder
@@ -56,9 +57,11 @@ class Saves(StateHolder):
             The tag.
 
         Raises:
-            CheckpointError: an earlier save failed, or not every process called this.
+            CheckpointError: an earlier save failed, not every process called this, or tags differ between
+                processes where checkpoint.tag_validation is "Fail" (a warning where it is "Warn").
         """
         tag = step_tag(self.global_steps) if tag is None else tag
+        same_tag(tag, self.config.loaded.file.checkpoint.tag_validation.lower())
         extra = {
             "global_steps": self.global_steps,
             "global_samples": self.global_samples,
@@ -109,7 +112,12 @@ class Saves(StateHolder):
         for checkpoints in self._checkpointers.values():
             checkpoints.check()
 
-    def _close_checkpoints(self) -> None:
+    def close_checkpoints(self) -> None:
+        """Waits for saves in the background.
+
+        Raises:
+            CheckpointError: a save failed.
+        """
         for checkpoints in self._checkpointers.values():
             checkpoints.close()
         self._checkpointers.clear()

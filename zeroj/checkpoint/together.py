@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import collections
+import warnings
+import zlib
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from zeroj._compat import ProcessesMissing, wait_for_processes
 from zeroj.errors import CheckpointError
@@ -29,3 +35,28 @@ def arrive(what: str, timeout: int = 1200) -> None:
             f"The {what} is collective: every process has to call it, but after {timeout} seconds process "
             f"{late} had not. Do not put it under `if jax.process_index() == 0`."
         ) from error
+
+
+def same_tag(tag: str, validation: str) -> None:
+    """Looks whether all processes save under one tag; that of process 0 is stored. Every process must call it.
+
+    Args:
+        tag: this process's.
+        validation: "ignore", "warn" or "fail", as checkpoint.tag_validation has it.
+
+    Raises:
+        CheckpointError: the tags differ, and validation is "fail".
+    """
+    if validation == "ignore" or jax.process_count() == 1:
+        return
+    found = np.ravel(multihost_utils.process_allgather(np.uint32(zlib.crc32(tag.encode()))))
+    others = [i for i, other in enumerate(found) if other != found[0]]
+    if not others:
+        return
+    text = (
+        f"Processes save under different tags: those of {others} are not that of process 0, "
+        f"which is the one that is stored; here, in process {jax.process_index()}, it is {tag!r}."
+    )
+    if validation == "fail":
+        raise CheckpointError(text + " Make the tag from what all processes share, such as the step.")
+    warnings.warn(text, stacklevel=3)

@@ -27,7 +27,6 @@ ZERO_NEEDS: dict[str, Callable[[Any], bool]] = {
     "zero++:loco": lambda z: z.zeropp_loco_param is not None,
     "mics": lambda z: z.mics_shard_size > 0,
     "mics:hierarchical": lambda z: z.mics_hierarchical_params_gather,
-    "reshard_after_forward:false": lambda z: not z.reshard_after_forward,
 }
 
 

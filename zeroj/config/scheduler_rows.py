@@ -20,7 +20,9 @@ class ScheduleParams(Section):
 
 
 class _Warmup(ScheduleParams):
-    warmup_num_steps: Int = honoured(1000, "Steps of the warm-up; 1 counts as 2.", auto="warmup_steps", gt=0)
+    warmup_num_steps: Int = honoured(
+        1000, "Steps of the warm-up; 0 and 1 count as 2.", auto="warmup_steps", ge=0
+    )
     warmup_type: WarmupType = honoured("log", "log: log(k + 1) / log(steps). linear: k / steps.")
 
 

@@ -83,7 +83,12 @@ class ZeroSection(Section):
     zero_quantized_weights: Bool = honoured(False, "qwZ: params are gathered as int8. Stage 3.")
     zero_quantized_nontrainable_weights: Bool = honoured(False, "Frozen params are stored as int8. Stage 3.")
     zero_quantized_gradients: Bool = honoured(
-        False, "qgZ: gradients are reduced as int4 in two hops, and come out as the true mean. Stage 3."
+        False,
+        "qgZ: gradients are reduced in two hops, as int8 in a node and int4 across, and come out as the true "
+        "mean. Stage 3.",
+    )
+    zero_quantized_gradients_bits: Literal[4, 8] = honoured(
+        4, "zeroj's own. Bits of a gradient across nodes under qgZ; within a node it takes 8. Stage 3."
     )
     zeropp_loco_param: Loco | None = honoured(None, "Error feedback for quantised gradients.")
     mics_shard_size: Int = honoured(
@@ -118,12 +123,24 @@ class ZeroSection(Section):
         False, "the old stage 1 is gone from DeepSpeed as well", "leave the key out"
     )
 
-    stage3_prefetch_bucket_size: Int = not_needed(5 * 10**7, _SCHEDULED, auto="prefetch", ge=0)
-    stage3_max_live_parameters: Int = not_needed(
-        10**9, "a gathered param lives from its first to its last use in the compiled program", ge=0
+    stage3_prefetch_bucket_size: Int = honoured(
+        5 * 10**7,
+        "Elements that are gathered together, one such bucket ahead of their use. Left out: about a layer of "
+        "width 4096, and at most a sixteenth of the model.",
+        auto="prefetch",
+        ge=0,
     )
-    stage3_max_reuse_distance: Int = not_needed(
-        10**9, "whether a gathered param is kept for the backward pass is reshard_after_forward", ge=0
+    stage3_max_live_parameters: Int = honoured(
+        10**9,
+        "A region under jax.checkpoint has its params gathered at once if twice their elements are at most "
+        "this; otherwise bucket by bucket.",
+        ge=0,
+    )
+    stage3_max_reuse_distance: Int = honoured(
+        10**9,
+        "Outside jax.checkpoint a gathered param is used again, rather than gathered again, while at most this "
+        "many elements were gathered since. Left out: 0, gathered again for the backward pass.",
+        ge=0,
     )
     stage3_gather_16bit_weights_on_model_save: Bool = not_needed(
         False, "zj.export_safetensors gathers leaf by leaf, whatever the stage", auto="save_16bit"

@@ -54,7 +54,7 @@ def evaluate(
             losses.struct_of(state),
             has_aux=has_aux,
         )
-        walker = inputs.interpreter(plan, view.gather)
+        walker = inputs.interpreter(plan, view)
         args = [*inputs.lazy_leaves(plan, leaves), *jax.tree.leaves(batch), key, *jax.tree.leaves(state)]
         outs = walker.force(walker.run(traced, args, [None] * len(traced.jaxpr.outvars)))
         head = jax.tree.unflatten(jax.tree.structure(out_shape), outs)

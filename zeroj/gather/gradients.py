@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from zeroj.collectives.plain import total
 from zeroj.errors import PlanError
 from zeroj.gather import loss as losses
 from zeroj.gather import model_state as carried
 from zeroj.gather.inputs import check_batch, check_params, interpreter, lazy_leaves, whole_struct
+from zeroj.gather.kept import Kept
 from zeroj.gather.loss import LossOut
 from zeroj.gather.means import accumulate, over_devices
 from zeroj.gather.views import View, make_view
@@ -150,12 +152,16 @@ def _program(
         has_aux=has_aux,
     )
     at_once = accumulation == 1 or plan.stage.accumulator or not view.axes
-    reductions = [view.reduction(leaf) for leaf in live]
+    # Groups that hold the same state add their gradients once, after the last micro-batch.
+    later = plan.replica_axes if at_once and accumulation > 1 and view.axes else ()
+    reductions = [view.reduction(leaf, later) for leaf in live]
+    keeps = any(plan.param_placement(leaf).wire.kept for leaf in plan.leaves)
     heads = len(jax.tree.leaves(out_shape))
     wanted = [None] * heads + (reductions if at_once else [None] * len(live))
 
-    def one(micro: Any, key: jax.Array, state: Any) -> tuple[LossOut, list[jax.Array], jax.Array]:
-        walker = interpreter(plan, view.gather)
+    def one(micro: Any, key: jax.Array, state: Any, kept: Kept) -> tuple[LossOut, list[jax.Array], jax.Array]:
+        walker = interpreter(plan, view)
+        walker.gathers.kept = kept
         values = [*lazy_leaves(plan, leaves), *jax.tree.leaves(micro), key, scale, *jax.tree.leaves(state)]
         outs = walker.force(walker.run(traced, values, wanted))
         head = jax.tree.unflatten(jax.tree.structure(out_shape), outs[:heads])
@@ -164,9 +170,10 @@ def _program(
         ]
         return head, wide, walker.gathers.token()
 
-    head, grads, token = accumulate(one, batches, keys, state, accumulation, view.axes)
+    head, grads, token = accumulate(one, batches, keys, state, accumulation, view.axes, keeps)
     if not at_once:
         grads = [r(g) for r, g in zip(reductions, grads, strict=True)]
+    grads = [total(g, later) for g in grads]
     grads = [g.astype(plan.precision.gradient(x.dtype)) for g, x in zip(grads, live, strict=True)]
     loss, weight, aux = over_devices(head, view.axes, view.degree)
     after = carried.leave(before, head.model_state, view.axes, view.degree)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,9 +12,9 @@ from jax.sharding import PartitionSpec
 from zeroj.errors import PlanError
 from zeroj.gather.interpret import Interpreter
 from zeroj.gather.lazy import Shard
+from zeroj.gather.tokens import Gather
 from zeroj.plan import tree
 from zeroj.plan.plan import ParamLeaf, Plan
-from zeroj.plan.rules import Placement
 
 #: Elements gathered together unless the config says otherwise (stage3_prefetch_bucket_size). About one layer of
 #: width 4096: with DeepSpeed's 5e7 a large matrix would have to hide behind a single small one.
@@ -98,20 +97,22 @@ def lazy_leaves(plan: Plan, leaves: list[jax.Array]) -> list[Any]:
     for leaf, array in zip(plan.leaves, leaves, strict=True):
         dtype = plan.precision.compute(leaf.dtype)
         placement = plan.param_placement(leaf)
-        out.append(Shard(array, placement, dtype, leaf.path) if placement.sharded else array.astype(dtype))
+        waits = placement.sharded or placement.memory
+        out.append(Shard(array, placement, dtype, leaf.path) if waits else array.astype(dtype))
     return out
 
 
-def interpreter(plan: Plan, gather: Callable[[jax.Array, Placement], jax.Array]) -> Interpreter:
+def interpreter(plan: Plan, gather: Gather) -> Interpreter:
     """The walker of programs, with the plan's look-ahead and reuse settings."""
     given = plan.zero.model_fields_set
     bucket = plan.zero.stage3_prefetch_bucket_size if "stage3_prefetch_bucket_size" in given else None
     live = plan.zero.stage3_max_live_parameters if "stage3_max_live_parameters" in given else None
     reuse = plan.zero.stage3_max_reuse_distance if "stage3_max_reuse_distance" in given else 0
+    kept = math.inf if not plan.zero.reshard_after_forward else int(reuse or 0)
     return Interpreter(
         gather,
         _default_bucket(plan) if bucket is None else int(bucket),
-        int(reuse or 0),
+        kept,
         DEFAULT_MAX_LIVE if live is None else int(live),
     )
 

@@ -7,16 +7,17 @@ values alone stays lazy; one that also takes activations has its parameters gath
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from zeroj import _compat
-from zeroj.gather import lazy
-from zeroj.gather.reductions import Reduction, ReductionPlan, Reductions, place_reductions
+from zeroj.gather import kept, lazy
+from zeroj.gather.reductions import Reduction, ReductionPlan, Reductions, is_zero, place_reductions
+from zeroj.gather.stacks import Restacked, only_sliced, restack, warn_whole
 from zeroj.gather.tokens import Gather, Gathers
 
 
@@ -24,32 +25,40 @@ class Interpreter:
     """Evaluates programs on a mix of lazy and ordinary values, inside ``shard_map``.
 
     Args:
-        gather: makes a whole parameter from a stored shard and its placement.
+        gather: makes a whole parameter from a stored shard.
         bucket: elements gathered together and ahead of their use (see :class:`Gathers`).
-        reuse: how many gathered elements later a whole parameter may be used again at top level.
+        reuse: how many gathered elements later a whole parameter may be used again at top level; infinity: a
+            parameter is gathered once and kept for the backward pass.
         max_live: elements that may be gathered at a time for a region that ``jax.checkpoint`` recomputes.
     """
 
-    def __init__(self, gather: Gather, bucket: int, reuse: int, max_live: int) -> None:
+    def __init__(self, gather: Gather, bucket: int, reuse: float, max_live: int) -> None:
         self.gather = gather
         self.bucket = bucket
         self.reuse = reuse
         self.max_live = max_live
         self.gathers = Gathers(gather, bucket, reuse)
 
-    def run(self, program: _compat.Program, args: Sequence[Any], wanted: Reductions) -> list[Any]:
+    def run(
+        self,
+        program: _compat.Program,
+        args: Sequence[Any],
+        wanted: Reductions,
+        reduced: Collection[Any] = (),
+    ) -> list[Any]:
         """Evaluates a program.
 
         Args:
             program: the program.
             args: a value per input, lazy or not.
             wanted: per output the reduction over devices that it needs, or None.
+            reduced: inputs that come in reduced.
 
         Returns:
             A value per output, lazy where the output is made of parameters alone.
         """
         jaxpr = program.jaxpr
-        reductions = place_reductions(jaxpr, wanted)
+        reductions = place_reductions(jaxpr, wanted, reduced)
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, program.consts))
         env.update(zip(jaxpr.invars, args, strict=True))
 
@@ -60,7 +69,11 @@ class Interpreter:
         for index, eqn in enumerate(jaxpr.eqns):
             outs = self._equation(eqn, [read(v) for v in eqn.invars], reductions)
             for var, out in zip(eqn.outvars, outs, strict=True):
-                env[var] = self._reduced(out, reductions.at.get(var))
+                reduction = reductions.at.get(var)
+                if reduction is not None and is_zero(eqn):
+                    env[var] = reduction.zero(var.aval.dtype)
+                else:
+                    env[var] = self._reduced(out, reduction)
             for var in last.get(index, ()):
                 env.pop(var, None)
         outs = [read(v) for v in jaxpr.outvars]
@@ -76,6 +89,13 @@ class Interpreter:
         """Gathers and evaluates the lazy ones among ``values``; passes the others."""
         self.gathers.issue([shard for value in values for shard in lazy.shards_of(value)])
         return [lazy.evaluate(value, self.gathers.whole) for value in values]
+
+    def keep(self, shards: Sequence[lazy.Shard]) -> list[jax.Array]:
+        """The parameters of a loop, gathered before it, if they are kept for the backward pass."""
+        if self.reuse != math.inf:
+            return []
+        self.gathers.issue(shards)
+        return [self.gathers.whole(shard) for shard in shards]
 
     def _equation(self, eqn: _compat.Eqn, operands: list[Any], reductions: ReductionPlan) -> list[Any]:
         """Evaluates one equation by the rule for its primitive."""
@@ -93,6 +113,10 @@ class Interpreter:
                 return self.run(called, operands, inside or [None] * len(eqn.outvars))
         if _params_alone(eqn, operands):
             return list(lazy.apply(eqn, operands))
+        if eqn.primitive.name == "dynamic_slice" and not any(map(lazy.is_lazy, operands[1:])):
+            smaller = lazy.sliced(eqn, operands)
+            if smaller is not None:
+                return [smaller]
         return self.consume(eqn, operands)
 
     def _in_step(self, eqn: _compat.Eqn, operands: list[Any]) -> list[Any]:
@@ -123,70 +147,61 @@ Rule = Callable[[Interpreter, _compat.Eqn, list[Any], Reductions], list[Any]]
 def _scan(self: Interpreter, eqn: _compat.Eqn, operands: list[Any], wanted: Reductions) -> list[Any]:
     """Layers in a loop: stacks of shards go in, each iteration gathers its own slice.
 
-    Parameters that every iteration uses whole (the loop's constants) are gathered once, before it.
+    Parameters that every iteration uses whole (the loop's constants) are gathered once, before it; a stack of
+    which every iteration takes a slice by its index is gathered slice by slice.
     """
     layout = _compat.scan_layout(eqn)
     nc, nk = layout.num_consts, layout.num_carry
     xs = operands[nc + nk :]
     staying = [lazy.is_lazy(x) and lazy.sliceable(x) for x in xs]
-    _warn_whole([x for x, stay in zip(xs, staying, strict=True) if lazy.is_lazy(x) and not stay], eqn)
-    ready = self.force(operands[: nc + nk] + [None if s else x for x, s in zip(xs, staying, strict=True)])
+    warn_whole([x for x, stay in zip(xs, staying, strict=True) if lazy.is_lazy(x) and not stay], eqn)
+    lazy_consts = {i: x for i, x in enumerate(operands[:nc]) if only_sliced(layout.body.jaxpr, i, x)}
+    waiting = [None if i in lazy_consts else x for i, x in enumerate(operands[: nc + nk])]
+    ready = self.force(waiting + [None if s else x for x, s in zip(xs, staying, strict=True)])
     consts, init, whole_xs = ready[:nc], ready[nc : nc + nk], ready[nc + nk :]
+    consts = [lazy_consts.get(i, x) for i, x in enumerate(consts)]
     shards = [s for x, stay in zip(xs, staying, strict=True) if stay for s in lazy.shards_of(x)]
     stacks = {id(s.array): s for s in shards}
-    stacked_out: list[Any] = []
+    known = kept.stacks_in(self.gathers.kept, stacks)
+    near_kept: kept.Kept = {}
+    kept_whole = self.keep(shards)
+    rebuilt: list[Restacked | None] = []
 
-    def body(carry: list[Any], sliced: tuple[list[Any], list[Any]]) -> tuple[list[Any], Any]:
-        plain_xs, shard_slices = sliced
+    def body(carry: list[Any], sliced: tuple[list[Any], ...]) -> tuple[list[Any], Any]:
+        plain_xs, shard_slices, whole_slices, near_slices = sliced
         slices = dict(zip(stacks, shard_slices, strict=True))
         args = [lazy.slice_of(x, slices) if s else p for x, s, p in zip(xs, staying, plain_xs, strict=True)]
         inner = Interpreter(self.gather, self.bucket, self.reuse, self.max_live)
         inner.gathers.free_start = True
-        outs = inner.run(layout.body, [*consts, *carry, *args], wanted)
+        inner.gathers.kept = kept.sliced(known, near_slices, slices)
+        before = dict(inner.gathers.kept)
+        for shard, whole in zip(shards, whole_slices, strict=False):
+            inner.gathers.have(lazy.Shard(slices[id(shard.array)], shard.placement, shard.dtype, ""), whole)
+        sums = [v for v, r in zip(layout.body.jaxpr.invars[nc : nc + nk], wanted, strict=False) if r]
+        outs = inner.run(layout.body, [*consts, *carry, *args], wanted, sums)
         origin = {id(piece): stacks[key] for key, piece in slices.items()}
-        stacked_out[:] = [_restack(out, origin, layout.length) for out in outs[nk:]]
-        kept = [out for out, stack in zip(outs[nk:], stacked_out, strict=True) if stack is None]
-        forced = inner.force(outs[:nk] + kept)
-        return forced[:nk], (forced[nk:], inner.gathers.token())
+        outside = {id(shard.array) for x in lazy_consts.values() for shard in lazy.shards_of(x)}
+        rebuilt[:] = [restack(out, origin, outside) for out in outs[nk:]]
+        real = [out for out, stack in zip(outs[nk:], rebuilt, strict=True) if stack is None]
+        forced = inner.force(outs[:nk] + real)
+        pieces = [shard.array for stack in rebuilt if stack for shard in stack.made]
+        near_kept.clear()
+        near_kept.update(kept.stacked(inner.gathers.kept, before, origin))
+        nears = [near.value for near in near_kept.values()]
+        return forced[:nk], (forced[nk:], pieces, nears, inner.gathers.token())
 
-    carry, (ys, tokens) = jax.lax.scan(
+    carry, (ys, pieces, nears, tokens) = jax.lax.scan(
         body,
         list(init),
-        (whole_xs, [s.array for s in stacks.values()]),
+        (whole_xs, [s.array for s in stacks.values()], kept_whole, [near.value for near in known.values()]),
         length=layout.length,
         reverse=layout.reverse,
         unroll=layout.unroll,
     )
     self.gathers.gate = self.gathers.gate + jnp.sum(tokens)
-    rest = iter(ys)
-    return [*carry, *(next(rest) if stack is None else stack for stack in stacked_out)]
-
-
-def _warn_whole(stacks: list[Any], eqn: _compat.Eqn) -> None:
-    """Tells of stacks that a loop cannot take slice by slice because their first dim is sharded."""
-    shards = [s for x in stacks for s in lazy.shards_of(x)]
-    paths = sorted({s.path for s in shards if any(dim == 0 for dim, _ in s.placement.dims)})
-    if paths:
-        warnings.warn(
-            f"The scan at {_compat.source_line(eqn)} runs over dim 0 of {', '.join(paths)}, which is sharded: "
-            "they are gathered whole before the loop. Make the plan with scanned=zj.find_scanned(loss_fn, "
-            f"params, batch), or scanned={paths}.",
-            stacklevel=2,
-        )
-
-
-def _restack(out: Any, origin: dict[int, lazy.Shard], length: int) -> lazy.Stacked | None:
-    """A body's lazy output as a lazy stack; None if it must be stacked for real."""
-    if not lazy.is_lazy(out):
-        return None
-    shards = lazy.shards_of(out)
-    if not shards or any(id(s.array) not in origin for s in shards):
-        return None
-    stacks: dict[lazy.Shard, lazy.Lazy] = {}
-    for shard in shards:
-        outer = origin[id(shard.array)]
-        stacks[shard] = lazy.Shard(outer.array, outer.placement, shard.dtype, shard.path)
-    return lazy.Stacked(out, stacks, length)
+    self.gathers.kept |= kept.with_values(near_kept, nears)
+    rest, made = iter(ys), iter(pieces)
+    return [*carry, *(next(rest) if s is None else s.build(made, layout.length) for s in rebuilt)]
 
 
 def _remat(self: Interpreter, eqn: _compat.Eqn, operands: list[Any], wanted: Reductions) -> list[Any]:

@@ -92,6 +92,18 @@ class Stacked:
 Lazy = Shard | Expr | Stacked
 
 
+def stored(shard: Shard) -> jax.Array:
+    """What waits at the gate before a gather: a shard in the dtype that travels, or where it lives on the host."""
+    return shard.array if shard.placement.memory else shard.array.astype(shard.dtype)
+
+
+def fetched(array: jax.Array, shard: Shard) -> jax.Array:
+    """What :func:`stored` gave, on the device and in the dtype that travels between devices."""
+    if not shard.placement.memory:
+        return array
+    return jax.device_put(array, jax.memory.Space.Device).astype(shard.dtype)
+
+
 def is_lazy(value: Any) -> bool:
     """Whether ``value`` still has to be gathered."""
     return isinstance(value, (Shard, Expr, Stacked))
@@ -192,16 +204,56 @@ def substitute(value: Any, parts: Mapping[Shard, Any]) -> Any:
     return value
 
 
+def sliced(eqn: Any, operands: list[Any]) -> Lazy | None:
+    """What an equation takes out of a shard, as a smaller shard, so that no more is gathered than is used.
+
+    Args:
+        eqn: the equation.
+        operands: its operands: a lazy value, and for a dynamic slice indices that are at hand.
+
+    Returns:
+        The smaller shard; None for an equation that does not slice, or that cuts a sharded dim.
+    """
+    first = operands[0]
+    name = eqn.primitive.name
+    if not isinstance(first, Shard) or name not in ("slice", "dynamic_slice", "squeeze"):
+        return None
+    if name == "squeeze":
+        gone = eqn.params["dimensions"]
+        if any(dim in gone for dim, _ in first.placement.dims):
+            return None
+        return Shard(
+            jax.lax.squeeze(first.array, gone), first.placement.without(gone), first.dtype, first.path
+        )
+    placement = first.placement.resized(eqn.outvars[0].aval.shape)
+    if placement is None:
+        return None
+    array = first.array
+    cut = [dim for dim, n in enumerate(first.shape) if n != placement.shape[dim]]
+    for dim in cut:
+        if name == "slice":
+            strides = eqn.params["strides"] or (1,) * len(first.shape)
+            bounds = eqn.params["start_indices"][dim], eqn.params["limit_indices"][dim], strides[dim]
+            array = jax.lax.slice_in_dim(array, *bounds, axis=dim)
+        else:
+            array = jax.lax.dynamic_slice_in_dim(array, operands[1 + dim], placement.shape[dim], axis=dim)
+    return Shard(array, placement, first.dtype, first.path)
+
+
 def apply(eqn: Any, operands: list[Any]) -> list[Lazy]:
     """The lazy outputs of an equation on lazy operands.
 
     A narrowing cast of a bare shard moves before the gather: the same values, in fewer bytes on the wire.
     """
     (first, *_) = operands
+    smaller = sliced(eqn, operands)
+    if smaller is not None:
+        return [smaller]
     if eqn.primitive.name == "convert_element_type" and isinstance(first, Shard):
         new = np.dtype(eqn.params["new_dtype"])
         floats = jnp.issubdtype(new, jnp.floating) and jnp.issubdtype(first.dtype, jnp.floating)
-        if floats and new.itemsize <= first.dtype.itemsize:
+        here = not first.placement.memory or first.array.dtype == first.dtype  # the host does not compute
+        if here and floats and new.itemsize <= first.dtype.itemsize:
             array = first.array if first.array.dtype == first.dtype else first.array.astype(first.dtype)
             return [Shard(array, first.placement, new, first.path)]
     return [Expr(eqn, tuple(operands), index) for index in range(len(eqn.outvars))]

@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from zeroj.collectives.plain import total
+from zeroj.gather.kept import Kept
 from zeroj.gather.loss import LossOut, Mean
 
-#: Runs one micro-batch: (micro-batch, key, model state) -> (loss, gradients, token).
-OneMicrobatch = Callable[[Any, jax.Array, Any], tuple[LossOut, list[jax.Array], jax.Array]]
+#: Runs one micro-batch: (micro-batch, key, model state, what is kept of gathers) -> (loss, gradients, token); what
+#: it keeps itself it adds.
+OneMicrobatch = Callable[[Any, jax.Array, Any, Kept], tuple[LossOut, list[jax.Array], jax.Array]]
 
 
 def accumulate(
@@ -22,6 +24,7 @@ def accumulate(
     state: Any,
     accumulation: int,
     axes: tuple[str, ...],
+    keeps: bool = False,
 ) -> tuple[LossOut, list[jax.Array], jax.Array]:
     """Runs the micro-batches one after the other and averages them.
 
@@ -35,31 +38,39 @@ def accumulate(
         state: what the model carries; each micro-batch gets what the one before it returned.
         accumulation: the number of micro-batches.
         axes: the ZeRO axes.
+        keeps: whether a micro-batch keeps of its gathers what later ones use. Then the first one stands before
+            the loop over the others: what a loop's first iteration makes, its second cannot see.
 
     Returns:
         This device's loss (its total and count summed, or a plain mean), the averaged gradients, a token.
     """
 
-    def weighted(micro: Any, key: jax.Array, state: Any) -> Any:
-        head, grads, token = one(micro, key, state)
+    def weighted(micro: Any, key: jax.Array, state: Any, kept: Kept) -> Any:
+        head, grads, token = one(micro, key, state, kept)
         head, state = _summable(head)._replace(model_state=()), head.model_state
         if head.weight is None or accumulation == 1:
             return (head, grads, token, jnp.float32(1)), state
         weight = total(head.weight, axes)
         return (head, [g * weight.astype(g.dtype) for g in grads], token, weight), state
 
-    first = jax.tree.map(lambda x: x[0], batches)
+    kept: Kept = {}
+    rest = (batches, keys)
+    first = jax.tree.map(lambda x: x[0], batches), keys[0]
+    if accumulation == 1 or keeps:
+        start, state = weighted(*first, state, kept)
+        rest = jax.tree.map(lambda x: x[1:], rest)
+    else:
+        shapes, _ = jax.eval_shape(lambda micro, key, state: weighted(micro, key, state, {}), *first, state)
+        start = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     if accumulation == 1:
-        (head, grads, token, _), state = weighted(first, keys[0], state)
+        head, grads, token, _ = start
         return head._replace(model_state=state), grads, token
-    shapes, _ = jax.eval_shape(weighted, first, keys[0], state)
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
     def add(carry: tuple[Any, Any], x: tuple[Any, jax.Array]) -> tuple[tuple[Any, Any], None]:
-        found, state = weighted(*x, carry[1])
+        found, state = weighted(*x, carry[1], dict(kept))
         return (jax.tree.map(jnp.add, carry[0], found), state), None
 
-    (summed, state), _ = jax.lax.scan(add, (zeros, state), (batches, keys))
+    (summed, state), _ = jax.lax.scan(add, (start, state), rest)
     head, grads, token, weight = summed
     mean = head.total / accumulation if head.weight is None else head.total
     aux = _map_aux(head.aux, lambda x: x / accumulation if _floating(x) else x, lambda mean: mean)

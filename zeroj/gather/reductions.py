@@ -7,16 +7,18 @@ lives only until it is reduced.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from zeroj import _compat
-from zeroj.collectives import plain
+from zeroj.collectives import plain, quantized
 from zeroj.plan.rules import Placement
 
 
@@ -26,7 +28,7 @@ class Reduction:
 
     Attributes:
         placement: where the sum lives.
-        dtype: the dtype on the wire.
+        dtype: the dtype on the wire, where the placement does not say that it is quantised.
         axes: the ZeRO axes.
         whole: whether every device gets the whole sum. It is then scattered and gathered rather than
             all-reduced: the same bytes, and in half precision the same rounding as at the sharded stages.
@@ -39,10 +41,22 @@ class Reduction:
 
     def __call__(self, value: jax.Array) -> jax.Array:
         """Sums ``value`` over the devices."""
-        reduced = plain.reduce_scatter(value.astype(self.dtype), self.placement, self.axes)
+        if self.placement.wire.hops:
+            reduced = quantized.reduce(value, self.placement, self.axes)
+        else:
+            reduced = plain.reduce_scatter(value.astype(self.dtype), self.placement, self.axes)
         if self.whole:
             reduced = plain.gather(reduced, self.placement)
         return reduced.astype(value.dtype)
+
+    def zero(self, dtype: Any) -> jax.Array:
+        """The sum of zeros, without any communication."""
+        if self.whole:
+            return jnp.zeros(self.placement.shape, dtype)
+        shape = list(self.placement.padded)
+        for dim, axes in self.placement.dims:
+            shape[dim] //= jax.lax.axis_size(axes)
+        return jnp.zeros(shape, dtype)
 
 
 Reductions = Sequence[Reduction | None]
@@ -54,7 +68,8 @@ class ReductionPlan:
 
     Attributes:
         at: variable -> reduction to apply as soon as it is computed.
-        inside: id of a call or scan equation -> reductions of its sub-program's outputs.
+        inside: id of a call or scan equation -> reductions of its sub-program's outputs; that of a scan's carry
+            is the reduction of its first value too.
         at_exit: per output, the reduction that could not move into the program.
     """
 
@@ -63,10 +78,19 @@ class ReductionPlan:
     at_exit: list[Reduction | None]
 
 
-def place_reductions(jaxpr: _compat.Jaxpr, wanted: Reductions) -> ReductionPlan:
-    """Moves the reductions of a program's outputs as far towards its inputs as they can go."""
+def place_reductions(
+    jaxpr: _compat.Jaxpr, wanted: Reductions, reduced: Collection[Any] = ()
+) -> ReductionPlan:
+    """Moves the reductions of a program's outputs as far towards its inputs as they can go.
+
+    Args:
+        jaxpr: the program.
+        wanted: per output its reduction or None.
+        reduced: inputs that are reduced before they come in: carries of a scan.
+    """
     uses = _uses(jaxpr)
     inputs = {*jaxpr.invars, *jaxpr.constvars}
+    blocked = inputs - set(reduced)
     pending: dict[Any, Reduction] = {}
     at_exit: list[Reduction | None] = []
     for var, reduction in zip(jaxpr.outvars, wanted, strict=True):
@@ -80,7 +104,7 @@ def place_reductions(jaxpr: _compat.Jaxpr, wanted: Reductions) -> ReductionPlan:
     for eqn in reversed(jaxpr.eqns):
         found = [pending.get(var) for var in eqn.outvars]
         if any(found):
-            _move(eqn, found, uses, pending, inside)
+            _move(eqn, found, uses, blocked, pending, inside)
     return ReductionPlan(pending, inside, at_exit)
 
 
@@ -88,25 +112,22 @@ def _move(
     eqn: _compat.Eqn,
     found: list[Reduction | None],
     uses: Counter,
+    blocked: Collection[Any],
     pending: dict[Any, Reduction],
     inside: dict[int, list[Reduction | None]],
 ) -> None:
     """Moves the reductions of one equation's outputs to its operands, or into its sub-program."""
     name = eqn.primitive.name
     if name == "scan":
-        num_carry = _compat.scan_layout(eqn).num_carry
-        stacked = [
-            r is not None and i >= num_carry and all(dim > 0 for dim, _ in r.placement.dims)
-            for i, r in enumerate(found)
-        ]
-        inner = [_of_slice(r) if go else None for r, go in zip(found, stacked, strict=True)]
-        taken = stacked
+        inner = _inside_scan(eqn, found, uses, blocked, pending)
+        taken = [r is not None for r in inner]
     elif _compat.called_program(eqn) is not None:
         inner, taken = found, [r is not None for r in found]
     else:
         operands = _through(eqn, found[0]) if len(found) == 1 else None
         free = operands and all(
-            not isinstance(v, _compat.Literal) and uses[v] == 1 and v not in pending for v in operands
+            not isinstance(v, _compat.Literal) and uses[v] == 1 and v not in pending and v not in blocked
+            for v in operands
         )
         if operands and free and len(set(operands)) == len(operands):
             pending.pop(eqn.outvars[0])
@@ -117,6 +138,56 @@ def _move(
         for var, go in zip(eqn.outvars, taken, strict=True):
             if go:
                 pending.pop(var)
+
+
+def _inside_scan(
+    eqn: _compat.Eqn,
+    found: list[Reduction | None],
+    uses: Counter,
+    blocked: Collection[Any],
+    pending: dict[Any, Reduction],
+) -> list[Reduction | None]:
+    """The reductions that move into a loop's body: of stacked outputs, and of sums of slices.
+
+    A carry moves if the body only adds to it what is smaller than it, as when it sums the gradients of slices
+    of a stack: then no more is sent than at the end. Its first value is then reduced as well.
+    """
+    layout = _compat.scan_layout(eqn)
+    inner: list[Reduction | None] = []
+    for index, reduction in enumerate(found):
+        if reduction is None:
+            inner.append(None)
+        elif index >= layout.num_carry:
+            free = all(dim > 0 for dim, _ in reduction.placement.dims)
+            inner.append(_of_slice(reduction) if free else None)
+        else:
+            first = eqn.invars[layout.num_consts + index]
+            movable = not isinstance(first, _compat.Literal) and uses[first] == 1 and first not in blocked
+            inner.append(reduction if movable and _adds_slices(layout, index, reduction) else None)
+            if inner[-1] is not None:
+                pending[first] = reduction
+    return inner
+
+
+def _adds_slices(layout: _compat.ScanLayout, index: int, reduction: Reduction) -> bool:
+    """Whether a loop's body does nothing with a carry but add to it what has fewer elements."""
+    jaxpr = layout.body.jaxpr
+    carry = jaxpr.invars[layout.num_consts + index]
+    wanted: list[Reduction | None] = [None] * len(jaxpr.outvars)
+    wanted[index] = reduction
+    placed = place_reductions(jaxpr, wanted, [carry])
+    if carry not in placed.at or placed.at_exit[index] is not None or placed.inside:
+        return False
+    made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    sent = [var for var in placed.at if var in made_by and not is_zero(made_by[var])]
+    return sum(math.prod(var.aval.shape) for var in sent) < math.prod(carry.aval.shape)
+
+
+def is_zero(eqn: _compat.Eqn) -> bool:
+    """Whether an equation makes zeros and nothing else."""
+    if eqn.primitive.name != "broadcast_in_dim" or not isinstance(eqn.invars[0], _compat.Literal):
+        return False
+    return not np.any(np.asarray(eqn.invars[0].val))
 
 
 def _through(eqn: _compat.Eqn, reduction: Reduction | None) -> dict[Any, Reduction] | None:
@@ -132,7 +203,32 @@ def _through(eqn: _compat.Eqn, reduction: Reduction | None) -> dict[Any, Reducti
         return {var: reduction for var in eqn.invars}
     if name == "convert_element_type" and eqn.invars[0].aval.dtype == reduction.dtype:
         return {eqn.invars[0]: reduction}
+    if name == "pad" and _pads_whole_dims(eqn, reduction):
+        return _resized(reduction, eqn.invars[:1])
+    if name == "dynamic_update_slice":
+        return _resized(reduction, eqn.invars[:2])
     return None
+
+
+def _resized(reduction: Reduction, operands: Sequence[Any]) -> dict[Any, Reduction] | None:
+    """The reduction for operands that differ in size from the result, where no split dim differs."""
+    if reduction.whole:
+        return None
+    found: dict[Any, Reduction] = {}
+    for var in operands:
+        placement = reduction.placement.resized(var.aval.shape)
+        if placement is None or var in found:
+            return None
+        found[var] = replace(reduction, placement=placement)
+    return found
+
+
+def _pads_whole_dims(eqn: _compat.Eqn, reduction: Reduction) -> bool:
+    """Whether a pad appends zeros, and along dims that the reduction does not split."""
+    filling = eqn.invars[1]
+    if not isinstance(filling, _compat.Literal) or np.any(np.asarray(filling.val)):
+        return False
+    return not any(any(eqn.params["padding_config"][dim]) for dim, _ in reduction.placement.dims)
 
 
 def _of_slice(reduction: Reduction | None) -> Reduction | None:

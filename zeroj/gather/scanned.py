@@ -1,4 +1,4 @@
-"""Which parameters are stacks that a scan runs over, read off the traced loss."""
+"""Which parameters are stacks of layers, that a scan runs over or that are indexed: read off the traced loss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from zeroj.plan import tree
 def find_scanned(
     loss_fn: Callable[..., Any], params: Any, batch: Any, model_state: Any = ()
 ) -> tuple[str, ...]:
-    """Paths of the params that a ``lax.scan`` in the loss runs over: their dim 0 must not be sharded.
+    """Paths of the params that a ``lax.scan`` in the loss runs over, or of which it takes layer by layer by
+    index (``p[i]``, of three dims or more): their dim 0 must not be sharded.
 
     Args:
         loss_fn: ``loss_fn(params, batch)`` or ``(params, batch, rng)``. It is only traced. A loss with
@@ -64,5 +65,15 @@ def _walk(jaxpr: _compat.Jaxpr, names: dict[Any, set[str]], found: set[str]) -> 
             outs = _walk(called.jaxpr, dict(zip(called.jaxpr.invars, operands, strict=True)), found)
         elif eqn.primitive.name in lazy.ELEMENTWISE:
             outs = [operands[0]]
+        elif _takes_a_layer(eqn):
+            found.update(operands[0])
         names.update(zip(eqn.outvars, outs, strict=True))
     return [read(v) for v in jaxpr.outvars]
+
+
+def _takes_a_layer(eqn: _compat.Eqn) -> bool:
+    """Whether an equation takes one matrix, or more, out of a stack: ``p[i]``."""
+    if eqn.primitive.name not in ("slice", "dynamic_slice"):
+        return False
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    return len(before) > 2 and before[0] > after[0] == 1 and before[1:] == after[1:]

@@ -10,30 +10,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from zeroj.gather import lazy
+from zeroj.gather.kept import Kept, Key, Near
 from zeroj.gather.lazy import Shard
 from zeroj.plan.rules import Placement
 
-#: Makes a whole parameter from a stored shard and its placement.
-Gather = Callable[[jax.Array, Placement], jax.Array]
+
+class Gather(Protocol):
+    """Makes a whole parameter from a stored shard, in two halves."""
+
+    def near(self, array: jax.Array, placement: Placement) -> jax.Array:
+        """What a later gather of the same parameter may start from."""
+
+    def gather(self, near: jax.Array, placement: Placement, dtype: np.dtype) -> jax.Array:
+        """The whole parameter, in the user's shape."""
 
 
 class Gathers:
     """The gathers of one straight piece of program: issued in order, remembered while they may be reused.
 
     Args:
-        gather: makes a whole parameter from a stored shard and its placement.
+        gather: makes a whole parameter from a stored shard.
         bucket: elements that are gathered together, one bucket ahead of their use.
         reuse: a whole parameter is used again, rather than gathered again, while at most this many elements
-            were gathered since; 0 means only within its bucket.
+            were gathered since; 0 means only within its bucket, infinity that it is kept to the end.
         free_start: whether the first bucket waits for nothing: in a loop's body XLA can then start its gathers
             in the iteration before.
     """
 
-    def __init__(self, gather: Gather, bucket: int, reuse: int = 0, free_start: bool = False) -> None:
+    def __init__(self, gather: Gather, bucket: int, reuse: float = 0, free_start: bool = False) -> None:
         self._gather = gather
         self.bucket = bucket
         self.reuse = reuse
@@ -50,6 +61,7 @@ class Gathers:
         self._in_region = False
         self._outer_reuse = reuse
         self._whole: dict[tuple[int, str], tuple[int, Shard, jax.Array]] = {}
+        self.kept: Kept = {}
 
     def issue(self, shards: Sequence[Shard]) -> None:
         """Gathers those of ``shards`` that are not at hand."""
@@ -62,11 +74,15 @@ class Gathers:
             self._open(keep=wanted)
         self._total += size
         self._in_bucket += size
-        arrays = [s.array.astype(s.dtype) for s in new.values()]
+        kept = {key: self.kept[Key(*key)].value for key in new if Key(*key) in self.kept}
+        arrays = [kept[key] if key in kept else lazy.stored(s) for key, s in new.items()]
         if self._total > size or not self.free_start:
             arrays, self.gate = jax.lax.optimization_barrier((arrays, self.gate))
         for (key, shard), array in zip(new.items(), arrays, strict=True):
-            self._whole[key] = (self._total, shard, self._gather(array, shard.placement))
+            near = array if key in kept else self._gather.near(lazy.fetched(array, shard), shard.placement)
+            if key not in kept and shard.placement.wire.kept:
+                self.kept[Key(*key)] = Near(shard, near)
+            self._whole[key] = (self._total, shard, self._gather.gather(near, shard.placement, shard.dtype))
 
     def before_use(self, values: Sequence[jax.Array]) -> list[jax.Array]:
         """Marks the start of the first use in a bucket; the next bucket's gathers wait for ``values``."""
@@ -114,7 +130,9 @@ class Gathers:
             max_live: in elements.
         """
         self._in_region = True
-        self._outer_reuse, self.reuse, self._whole = self.reuse, max_live, {}
+        self._outer_reuse = self.reuse
+        if self.reuse != math.inf:
+            self.reuse, self._whole = max_live, {}
         if shards:
             self._open()
             if 2 * sum(shard.size for shard in shards) <= max_live:
@@ -124,9 +142,15 @@ class Gathers:
     def leave_region(self) -> None:
         """Ends the region: nothing that it gathered is used again."""
         self._in_region = False
-        self.reuse, self._whole = self._outer_reuse, {}
+        self.reuse = self._outer_reuse
+        if self.reuse != math.inf:
+            self._whole = {}
         if self._total:
             self._open()
+
+    def have(self, shard: Shard, whole: jax.Array) -> None:
+        """Takes note of a parameter that was gathered elsewhere."""
+        self._whole[_key(shard)] = (self._total, shard, whole)
 
     def whole(self, shard: Shard) -> jax.Array:
         """The gathered parameter. It must have been issued."""

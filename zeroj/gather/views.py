@@ -16,12 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zeroj.collectives import plain
+from zeroj.collectives import fetch, plain
 from zeroj.errors import PlanError
 from zeroj.gather.inputs import batch_specs
 from zeroj.gather.reductions import Reduction
 from zeroj.plan.plan import ParamLeaf, Plan
 from zeroj.plan.rules import Placement
+from zeroj.plan.wire import PLAIN
 
 
 class View(Protocol):
@@ -35,11 +36,14 @@ class View(Protocol):
     axes: tuple[str, ...]
     degree: int
 
-    def gather(self, array: jax.Array, placement: Placement) -> jax.Array:
-        """The whole leaf, in the user's shape, from its stored shard."""
+    def near(self, array: jax.Array, placement: Placement) -> jax.Array:
+        """What later gathers of a leaf may start from, from its stored shard."""
 
-    def reduction(self, leaf: ParamLeaf) -> Reduction:
-        """How the gradient of a leaf is summed over devices."""
+    def gather(self, near: jax.Array, placement: Placement, dtype: np.dtype) -> jax.Array:
+        """The whole leaf, in the user's shape and ``dtype``, from what ``near`` gave."""
+
+    def reduction(self, leaf: ParamLeaf, later: tuple[str, ...] = ()) -> Reduction:
+        """How the gradient of a leaf is summed over devices; over the axes in ``later`` the caller sums it."""
 
     def split(self, batch: Any, accumulation: int) -> Any:
         """The batch as (accumulation, micro-batch, ...); scalars are repeated."""
@@ -59,6 +63,12 @@ def make_view(plan: Plan, loss_over: str) -> View:
     """
     if loss_over not in ("device", "global"):
         raise PlanError(f"loss_over must be 'device' or 'global', not {loss_over!r}.")
+    if loss_over == "global" and any(leaf.placement.wire != PLAIN for leaf in plan.leaves):
+        raise PlanError(
+            "ZeRO++ (zero_hpz_partition_size, zero_quantized_weights, zero_quantized_gradients) decides what each "
+            'device sends, and under loss_over="global" XLA\'s partitioner does. Use loss_over="device", with '
+            "jax.lax.pmean over plan.zero_axes for values across devices, or leave ZeRO++ out."
+        )
     return DeviceView(plan) if loss_over == "device" else GlobalView(plan)
 
 
@@ -68,16 +78,21 @@ class DeviceView:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.axes, self.degree = plan, plan.zero_axes, plan.degree
 
-    def gather(self, array: jax.Array, placement: Placement) -> jax.Array:
-        """All-gathers."""
-        return plain.gather(array, placement)
+    def near(self, array: jax.Array, placement: Placement) -> jax.Array:
+        """All-gathers over the axes whose result is kept."""
+        return fetch.near(array, placement)
 
-    def reduction(self, leaf: ParamLeaf) -> Reduction:
+    def gather(self, near: jax.Array, placement: Placement, dtype: np.dtype) -> jax.Array:
+        """All-gathers over the other axes."""
+        return fetch.whole(near, placement, dtype)
+
+    def reduction(self, leaf: ParamLeaf, later: tuple[str, ...] = ()) -> Reduction:
         """Reduce-scatters; a whole gradient in half precision is gathered again (see :class:`Reduction`)."""
         plan = self.plan
         again = plan.precision.half and not plan.stage.grads
         placement = leaf.placement if again else plan.grad_placement(leaf)
-        return Reduction(placement, _wire_dtype(plan, leaf), plan.zero_axes, whole=again)
+        now = tuple(axis for axis in plan.zero_axes if axis not in later)
+        return Reduction(placement, _wire_dtype(plan, leaf), now, whole=again)
 
     def split(self, batch: Any, accumulation: int) -> Any:
         """Splits the slice of this device."""
@@ -120,6 +135,12 @@ class Constraint(Reduction):
         sharding = NamedSharding(self.mesh, self.placement.spec)
         return jax.lax.with_sharding_constraint(stored, sharding).astype(value.dtype)
 
+    def zero(self, dtype: Any) -> jax.Array:
+        """Zeros where the sum belongs."""
+        assert self.mesh is not None
+        sharding = NamedSharding(self.mesh, self.placement.spec)
+        return jax.lax.with_sharding_constraint(jnp.zeros(self.placement.padded, dtype), sharding)
+
 
 class GlobalView:
     """The loss sees the whole batch, as under plain pjit."""
@@ -128,13 +149,20 @@ class GlobalView:
         self.plan, self.degree = plan, 1
         self.axes: tuple[str, ...] = ()
 
-    def gather(self, array: jax.Array, placement: Placement) -> jax.Array:
-        """Constrains to whole, the user's own model axes excepted."""
-        whole = NamedSharding(self.plan.mesh, placement.whole().spec)
-        return plain.unpad(jax.lax.with_sharding_constraint(array, whole), placement)
+    def near(self, array: jax.Array, placement: Placement) -> jax.Array:
+        """As it is: the partitioner gathers in one."""
+        del placement
+        return array
 
-    def reduction(self, leaf: ParamLeaf) -> Reduction:
+    def gather(self, near: jax.Array, placement: Placement, dtype: np.dtype) -> jax.Array:
+        """Constrains to whole, the user's own model axes excepted."""
+        del dtype
+        whole = NamedSharding(self.plan.mesh, placement.whole().spec)
+        return plain.unpad(jax.lax.with_sharding_constraint(near, whole), placement)
+
+    def reduction(self, leaf: ParamLeaf, later: tuple[str, ...] = ()) -> Reduction:
         """Constrains to the shard."""
+        assert not later
         plan = self.plan
         placement = plan.grad_placement(leaf)
         return Constraint(placement, _wire_dtype(plan, leaf), plan.zero_axes, mesh=plan.mesh)

@@ -14,7 +14,7 @@ from zeroj.plan.plan import ParamLeaf, Plan
 #: Bytes of a device's optimizer state in one piece, unless sub_group_size says otherwise ...
 PIECE_BYTES = 64 * 2**20
 #: ... or that would make more pieces than this: every piece is part of the program, and has to be compiled.
-MAX_PIECES = 64
+MAX_PIECES = 32
 
 #: Primitives that make each element of their result from the same element of their operands, or leave the
 #: other dims' order alone. What is not here (a product, a mean, random numbers) is made of whole leaves.
@@ -65,7 +65,7 @@ def cuts_of(plan: Plan, split: SplitUpdate, limit: int) -> dict[int, Cut]:
     live = [leaf for leaf in plan.leaves if leaf.trainable]
     found = {}
     for group, members in enumerate(split.groups):
-        if len(members) > 1 or not live[members[0]].state_memory:
+        if len(members) > 1 or not (live[members[0]].state_memory or live[members[0]].param_memory):
             continue
         leaf = live[members[0]]
         cut = _cut(leaf, math.ceil(_leaf_bytes(plan, leaf) / max(limit, 1)))
@@ -107,8 +107,7 @@ def in_order(groups: int, cuts: dict[int, Cut], first: Callable[[int], bool]) ->
 
 def _leaf_bytes(plan: Plan, leaf: ParamLeaf) -> int:
     total = sum(shard_bytes(plan, s.placement, s.dtype) for s in plan.state_leaves if s.owner == leaf.path)
-    own = shard_bytes(plan, plan.master_placement(leaf), plan.master_dtype(leaf)) if plan.has_master else 0
-    return total + own
+    return total + shard_bytes(plan, plan.master_placement(leaf), plan.master_dtype(leaf))
 
 
 def _cut(leaf: ParamLeaf, count: int) -> Cut | None:

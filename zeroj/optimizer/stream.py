@@ -115,7 +115,8 @@ class _Stream:
         if not done:
             return
         hosts = [i for i in self.split.inputs[piece.group] if self._memory(i)]
-        updated = sorted({k for other in done for k in self.split.groups[other.group]})
+        own = () if self.plan.has_master else self.split.groups[piece.group]
+        updated = sorted({k for other in done for k in self.split.groups[other.group]} - set(own))
         held, params = jax.lax.optimization_barrier(
             ([self._get(i) for i in hosts], [self.params[k] for k in updated])
         )
@@ -154,6 +155,8 @@ class _Stream:
             return
         leaf = self.pieces_plan.leaves[self.numbers[output]]
         (param,) = as_params(self.pieces_plan, [leaf], [value])
+        if leaf.param_memory:
+            param = jax.device_put(param, jax.memory.Space.Host)
         self.params[output] = _put(self.params[output], param, piece)
         if self.plan.has_master:
             self.values[output] = self._put(self.values[output], value, output, piece)
@@ -168,7 +171,10 @@ class _Stream:
         return self.params[index] if index < self.count and not self.plan.has_master else self.values[index]
 
     def _set(self, index: int, value: jax.Array) -> None:
-        self.values[index] = value
+        if index < self.count and not self.plan.has_master:
+            self.params[index] = value
+        else:
+            self.values[index] = value
 
     # -- what is what --------------------------------------------------------------------------------
 

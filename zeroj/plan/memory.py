@@ -12,9 +12,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from zeroj.plan.rules import NVME, Placement
+from zeroj.plan.wire import BLOCK
 
 if TYPE_CHECKING:
-    from zeroj.plan.plan import Plan
+    from zeroj.plan.plan import ParamLeaf, Plan
 
 #: How many leaves ``print(plan)`` lists: the largest ones; ``plan_table(plan, limit=None)`` lists all.
 TABLE_ROWS = 40
@@ -25,7 +26,8 @@ class MemoryReport:
     """Bytes of a training run's state. Activations and temporaries are not in it: compile the step for those.
 
     Attributes:
-        device: part -> bytes on each device: "params", "master", "opt_state", "grads", "accumulator".
+        device: part -> bytes on each device: "params", "master", "opt_state", "grads", "accumulator", and under
+            hpZ "secondary": what a step keeps of its gathers, and drops at its end.
         host: part -> bytes in each host's memory; "spill_buffers" at most, while state in files is updated.
         nvme: part -> bytes on each host's disk.
         whole: part -> bytes the same part would take unsharded on one device.
@@ -91,6 +93,8 @@ def memory_report(plan: Plan) -> MemoryReport:
     if nvme and plan.spill is not None:
         host["spill_buffers"] = plan.spill.buffer_count * _largest_spilled(plan)
     whole = {part: sum(math.prod(p.shape) * d.itemsize for p, d in rows) for part, rows in parts.items()}
+    if any(leaf.placement.wire.kept for leaf in plan.leaves):
+        shards["secondary"] = sum(secondary_bytes(plan, leaf) for leaf in plan.leaves)
     return MemoryReport(device=shards, host=host, nvme=nvme, whole=whole)
 
 
@@ -129,6 +133,17 @@ def shard_bytes(plan: Plan, placement: Placement, dtype: np.dtype) -> int:
     return math.prod(placement.padded) * np.dtype(dtype).itemsize // parts
 
 
+def secondary_bytes(plan: Plan, leaf: ParamLeaf) -> int:
+    """Bytes per device of the shard that hpZ keeps of a leaf during a step: 2 bytes / local in half precision."""
+    wire, dtype = leaf.placement.wire, plan.precision.compute(leaf.dtype)
+    if not wire.kept:
+        return 0
+    nodes = math.prod(plan.mesh.shape[axis] for axis in wire.kept)
+    if wire.weights is None:
+        return nodes * shard_bytes(plan, leaf.placement, dtype)
+    return nodes * wire.weights.packed_bytes(shard_bytes(plan, leaf.placement, np.dtype(np.int8)))
+
+
 def plan_table(plan: Plan, limit: int | None = TABLE_ROWS) -> str:
     """The plan as text: for each leaf shape, dtype, where it lives, bytes per device, and why it is whole."""
     stage, memory = plan.stage, memory_report(plan)
@@ -139,6 +154,7 @@ def plan_table(plan: Plan, limit: int | None = TABLE_ROWS) -> str:
         f"{plan.precision.name}",
         f"params {where(stage.params)}, gradients {where(stage.grads)}, optimizer state "
         f"{where(stage.opt_state)}; leaves of at most {plan.threshold} elements stay whole",
+        *_wire_lines(plan),
     ]
     order = sorted(plan.leaves, key=lambda leaf: -math.prod(leaf.shape))
     shown = order if limit is None else order[:limit]
@@ -146,9 +162,8 @@ def plan_table(plan: Plan, limit: int | None = TABLE_ROWS) -> str:
     for leaf in shown:
         size = shard_bytes(plan, plan.param_placement(leaf), plan.param_dtype(leaf))
         spec = str(leaf.placement.spec).removeprefix("PartitionSpec") if leaf.placement.sharded else "whole"
-        note = leaf.placement.note + (
-            "" if leaf.trainable else "; frozen" if leaf.placement.note else "frozen"
-        )
+        notes = (leaf.placement.note, leaf.placement.wire.note, "" if leaf.trainable else "frozen")
+        note = "; ".join(filter(None, notes))
         rows.append((leaf.path, str(leaf.shape), str(leaf.dtype), spec, show_bytes(size), note))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     lines = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[-1]]) for row in rows]
@@ -159,16 +174,42 @@ def plan_table(plan: Plan, limit: int | None = TABLE_ROWS) -> str:
     return "\n".join([*head, "", *lines, "", str(memory), *_whole_note(plan)])
 
 
+def _wire_lines(plan: Plan) -> list[str]:
+    """What ZeRO++ and MiCS change of how leaves travel, and the rule for those that they leave alone."""
+    zero, lines = plan.zero, []
+    wires = [leaf.placement.wire for leaf in plan.leaves if leaf.placement.sharded]
+    kept = next((wire.kept for wire in wires if wire.kept), ())
+    if kept:
+        near = "/".join(axis for axis in plan.zero_axes if axis not in kept)
+        lines.append(f"hpZ: gathered over {'/'.join(kept)} once a step, then over {near} alone")
+    if zero.zero_quantized_weights or zero.zero_quantized_gradients:
+        gathered = {str(wire.weights) for wire in wires if wire.weights}
+        reduced = {", ".join(f"{fmt} over {axis}" for axis, fmt in wire.hops) for wire in wires if wire.hops}
+        quantised = [wire for wire in wires if wire.weights or wire.hops]
+        lines.append(
+            f"quantised in blocks of {BLOCK}: gathers {'/'.join(sorted(gathered)) or 'none'}, gradients "
+            f"{'; '.join(sorted(reduced)) or 'none'}; {len(quantised)} of {len(wires)} sharded leaves "
+            f"(those with two dims and a shard of at least {BLOCK} elements)"
+        )
+    if plan.replica_axes:
+        group = math.prod(plan.mesh.shape[a] for a in plan.zero_axes if a not in plan.replica_axes)
+        lines.append(
+            f"MiCS: groups of {group} devices hold the state; {plan.degree // group} groups are alike"
+        )
+    return lines
+
+
 def _whole_note(plan: Plan) -> list[str]:
     """What stayed whole at a sharded stage, and a warning when it costs."""
-    if not plan.stage.opt_state or plan.degree == 1:
+    degree = plan.degree // math.prod(plan.mesh.shape[axis] for axis in plan.replica_axes)
+    if not plan.stage.opt_state or degree == 1:
         return []
     whole = [leaf for leaf in plan.leaves if not leaf.placement.sharded]
     count = sum(math.prod(leaf.shape) for leaf in whole)
     total = sum(math.prod(leaf.shape) for leaf in plan.leaves)
     if not count:
         return []
-    share = count * plan.degree / max(total, 1)
+    share = count * degree / max(total, 1)
     text = f"{len(whole)} leaves ({count} elements) stay whole: {share:.1%} of total / N"
     return [
         text

@@ -27,13 +27,14 @@ def state_off_device(zero: Zero) -> bool:
 
 
 def offloaded(plan: Plan) -> Plan:
-    """The plan with the optimizer state that its config offloads in host memory.
+    """The plan with the params and the optimizer state that its config offloads in host memory.
 
     Leaves of at most the persistence threshold stay on the device: moving a few bytes costs more than it saves.
 
     Raises:
         PlanError: the devices have no such memory.
     """
+    plan = _params_offloaded(plan)
     part = plan.zero.offload_optimizer
     if plan.spill is not None and part is not None:
         return _spilled(plan, plan.spill.smallest, part.ratio)
@@ -52,7 +53,16 @@ def offloaded(plan: Plan) -> Plan:
 
 
 def _spilled(plan: Plan, smallest: int, ratio: float) -> Plan:
-    """The plan with optimizer state in files: what has shards of at least ``smallest`` bytes."""
+    """The plan with optimizer state in files: what has shards of at least ``smallest`` bytes.
+
+    Raises:
+        PlanError: the params are to live in host memory.
+    """
+    if plan.zero.offload_param is not None and plan.zero.offload_param.device != "none":
+        raise PlanError(
+            'offload_optimizer "nvme" with offload_param "cpu" is not done yet: the update of state in files puts '
+            'new params on the device. Use "cpu" for both, or leave offload_param out.'
+        )
     chosen = _choose(state_bytes(plan), ratio)
 
     def large(placement: Placement, dtype: Any) -> bool:
@@ -69,6 +79,19 @@ def _spilled(plan: Plan, smallest: int, ratio: float) -> Plan:
         for s in plan.state_leaves
     )
     return replace(plan, leaves=leaves, state_leaves=state)
+
+
+def _params_offloaded(plan: Plan) -> Plan:
+    part = plan.zero.offload_param
+    if part is None or part.device != "cpu":
+        return plan
+    kind = host_kind(plan.mesh, part.pin_memory)
+    return replace(
+        plan,
+        leaves=tuple(
+            replace(x, param_memory=kind) if math.prod(x.shape) > plan.threshold else x for x in plan.leaves
+        ),
+    )
 
 
 def state_bytes(plan: Plan) -> dict[str, int]:

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -18,77 +19,23 @@ from zeroj.config.spill import SpillSettings, spill_settings
 from zeroj.config.zero import Zero
 from zeroj.errors import PlanError
 from zeroj.plan import offload, tree
+from zeroj.plan.groups import group_mesh, sharding_axes
+from zeroj.plan.leaves import STAGES as STAGES
+from zeroj.plan.leaves import ParamLeaf as ParamLeaf
+from zeroj.plan.leaves import Stage as Stage
+from zeroj.plan.leaves import StateLeaf as StateLeaf
 from zeroj.plan.mesh import zero_axes_of
 from zeroj.plan.precision import Precision, make_precision
 from zeroj.plan.rules import NVME, Placement, auto_threshold, place
+from zeroj.plan.wire import wire_of
 
 #: What ``Zero.needs()`` may name that plans can do.
-SUPPORTED = frozenset({"offload_optimizer:cpu", "offload_optimizer:nvme", "offload_optimizer:ratio", "nvme"})
-
-
-@dataclass(frozen=True)
-class Stage:
-    """What one ZeRO stage shards. True: each device holds its part; False: each device holds the whole."""
-
-    params: bool
-    grads: bool
-    accumulator: bool
-    opt_state: bool
-
-
-#: The stage table of ZeRO (arXiv 1910.02054, section 5). ``grads`` is what leaves the last micro-batch,
-#: ``accumulator`` what the micro-batches before it add up in.
-STAGES = {
-    0: Stage(params=False, grads=False, accumulator=False, opt_state=False),
-    1: Stage(params=False, grads=True, accumulator=False, opt_state=True),
-    2: Stage(params=False, grads=True, accumulator=True, opt_state=True),
-    3: Stage(params=True, grads=True, accumulator=True, opt_state=True),
-}
-
-
-@dataclass(frozen=True)
-class ParamLeaf:
-    """One leaf of params: the user's view of it, and its shard.
-
-    Attributes:
-        path: its path in the user's tree, such as "blocks/0/kernel".
-        keys: the same path as JAX key entries.
-        dtype: the user's dtype.
-        placement: where its shard lives, wherever the stage shards it.
-        trainable: whether it has a gradient and optimizer state.
-        state_memory: the memory kind of its optimizer state and fp32 master; empty: the device's own.
-    """
-
-    path: str
-    keys: tuple[Any, ...]
-    dtype: np.dtype
-    placement: Placement
-    trainable: bool
-    state_memory: str = ""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The user's shape."""
-        return self.placement.shape
-
-
-@dataclass(frozen=True)
-class StateLeaf:
-    """One leaf of the optimizer's state.
-
-    Attributes:
-        path: its path in the optimizer's state.
-        dtype: its dtype.
-        placement: where it lives.
-        of: the path of the param that it mirrors, shape and all, or empty.
-        owner: the path of the param that it belongs to, whatever its shape, or empty.
-    """
-
-    path: str
-    dtype: np.dtype
-    placement: Placement
-    of: str = ""
-    owner: str = ""
+SUPPORTED = frozenset(
+    {
+        *("offload_optimizer:cpu", "offload_optimizer:nvme", "offload_optimizer:ratio", "offload_param:cpu"),
+        *("nvme", "zero++:hpZ", "zero++:qwZ", "zero++:qgZ", "mics"),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -121,6 +68,12 @@ class Plan:
         return math.prod(self.mesh.shape[a] for a in self.zero_axes)
 
     @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """The ZeRO axes that split the batch and no leaf: along them groups hold the same state (MiCS)."""
+        split = sharding_axes(self.mesh, self.zero_axes, self.zero)
+        return tuple(axis for axis in self.zero_axes if axis not in split)
+
+    @property
     def has_master(self) -> bool:
         """Whether the optimizer's state holds an fp32 master.
 
@@ -131,8 +84,8 @@ class Plan:
 
     @cached_property
     def streams(self) -> bool:
-        """Whether any of the optimizer's state lives in host memory, and so is streamed through the device."""
-        return any(leaf.state_memory not in ("", NVME) for leaf in self.leaves)
+        """Whether anything that an update changes lives in host memory, and so is streamed through the device."""
+        return any(leaf.state_memory not in ("", NVME) or leaf.param_memory for leaf in self.leaves)
 
     @cached_property
     def spills(self) -> bool:
@@ -144,7 +97,7 @@ class Plan:
 
     def param_placement(self, leaf: ParamLeaf) -> Placement:
         """Where the stored param lives."""
-        return leaf.placement if self.stage.params else leaf.placement.whole()
+        return leaf.placement.at(leaf.param_memory) if self.stage.params else leaf.placement.whole()
 
     def grad_placement(self, leaf: ParamLeaf) -> Placement:
         """Where the reduced gradient lives."""
@@ -152,7 +105,8 @@ class Plan:
 
     def master_placement(self, leaf: ParamLeaf) -> Placement:
         """Where what the optimizer updates lives: the fp32 master, or the param that is its own master."""
-        return self.state_placement(leaf) if self.has_master else self.state_placement(leaf).at("")
+        placement = self.state_placement(leaf)
+        return placement if self.has_master else placement.at(leaf.param_memory)
 
     def state_placement(self, leaf: ParamLeaf) -> Placement:
         """Where all that mirrors the param in the optimizer's state lives."""
@@ -282,32 +236,33 @@ def make_plan(
             "This zero_optimization asks for what zeroj does not do yet: " + ", ".join(lacking) + "."
         )
     axes = zero_axes_of(mesh, zero_axes)
-    mesh = tree.auto_mesh(mesh)
+    mesh = group_mesh(tree.auto_mesh(mesh), axes, zero)
     flat, treedef = tree.flatten(params)
     trains = tree.trainable_flags(params, flat, trainable)
     is_stack = tree.path_predicate(scanned)
-    sizes = {axis: mesh.shape[axis] for axis in axes}
+    sizes = sharding_axes(mesh, axes, zero)
     numels = [leaf.size for leaf in flat.values()]
     threshold = _threshold(zero, numels, math.prod(sizes.values()))
     thresholds = _within_model_threshold(zero, numels, threshold)
-    leaves = tuple(
-        ParamLeaf(
-            path,
-            leaf.keys,
-            np.dtype(leaf.dtype),
-            place(
-                leaf.shape,
-                sizes,
-                threshold=own_threshold,
-                scanned=(0,) if is_stack(path) else (),
-                model=tree.model_axes(leaf.sharding, axes, len(leaf.shape)),
-            ),
+    leaves = []
+    for (path, leaf), flag, own_threshold in zip(flat.items(), trains, thresholds, strict=True):
+        placement = place(
+            leaf.shape,
+            sizes,
+            threshold=own_threshold,
+            scanned=(0,) if is_stack(path) else (),
+            model=tree.model_axes(leaf.sharding, axes, len(leaf.shape)),
+        )
+        wire = wire_of(
+            zero,
+            leaf.shape[is_stack(path) :],
+            [axis for axis in axes if axis in placement.axes and jnp.issubdtype(leaf.dtype, jnp.floating)],
+            math.prod(mesh.shape[axis] for axis in placement.axes),
             flag,
         )
-        for (path, leaf), flag, own_threshold in zip(flat.items(), trains, thresholds, strict=True)
-    )
+        leaves.append(ParamLeaf(path, leaf.keys, np.dtype(leaf.dtype), replace(placement, wire=wire), flag))
     spill = spill_settings(zero.offload_optimizer, aio if aio is None or isinstance(aio, Aio) else Aio(**aio))
-    plan = Plan(mesh, zero, axes, policy, threshold, leaves, treedef, (), None, spill=spill)
+    plan = Plan(mesh, zero, axes, policy, threshold, tuple(leaves), treedef, (), None, spill=spill)
     return _with_state(plan, tx)
 
 
@@ -317,7 +272,7 @@ def _with_state(plan: Plan, tx: optax.GradientTransformation) -> Plan:
     shapes, concrete = tree.abstract_init(tx, tree.trainable_only(plan, masters))
     flat, treedef = tree.flatten(shapes)
     by_keys = {leaf.keys: leaf for leaf in plan.leaves if leaf.trainable}
-    sizes = {axis: plan.mesh.shape[axis] for axis in plan.zero_axes}
+    sizes = sharding_axes(plan.mesh, plan.zero_axes, plan.zero)
     state_leaves = []
     for path, entry in flat.items():
         param = tree.mirrored(entry.keys, by_keys)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 
 from jax.sharding import PartitionSpec
 
+from zeroj.plan.wire import PLAIN, Wire
+
 #: Padding below this share of a leaf is preferred to splitting a second dim (a second collective).
 PADDING_TOLERANCE = 0.02
 #: Leaves that stay whole by zeroj's own choice may add at most this share to total / N bytes per device.
@@ -32,6 +34,7 @@ class Placement:
         dims: (dim, axes) for each sharded dim; empty for a leaf that every device holds whole.
         model: for each dim the axes of the user's own model parallelism on it, or None.
         note: why the leaf is whole, or what was padded; empty when there is nothing to say.
+        wire: in what form it is gathered and its gradient reduced.
         memory: the memory kind that the stored array lives in; empty: the device's own.
     """
 
@@ -40,6 +43,7 @@ class Placement:
     dims: tuple[tuple[int, tuple[str, ...]], ...] = ()
     model: tuple[tuple[str, ...] | None, ...] = ()
     note: str = ""
+    wire: Wire = PLAIN
     memory: str = ""
 
     @property
@@ -71,6 +75,11 @@ class Placement:
         """The same leaf, held whole by every device."""
         return Placement(self.shape, self.shape, (), self.model, note)
 
+    def over(self, axes: Collection[str]) -> Placement:
+        """The stored array, split over those of its axes that are among ``axes`` alone."""
+        dims = ((dim, tuple(a for a in names if a in axes)) for dim, names in self.dims)
+        return replace(self, shape=self.padded, dims=tuple((dim, names) for dim, names in dims if names))
+
     def at(self, memory: str) -> Placement:
         """The same leaf, stored in another memory kind; empty: the device's own."""
         return replace(self, memory=memory)
@@ -83,9 +92,31 @@ class Placement:
 
     def without_dim0(self) -> Placement:
         """The placement of one slice of a stack of layers. Dim 0 must not be sharded."""
-        assert all(dim > 0 for dim, _ in self.dims)
-        dims = tuple((dim - 1, axes) for dim, axes in self.dims)
-        return replace(self, shape=self.shape[1:], padded=self.padded[1:], dims=dims, model=self.model[1:])
+        return self.without((0,))
+
+    def without(self, gone: Collection[int]) -> Placement:
+        """The placement without some dims, none of which may be sharded."""
+        assert all(dim not in gone for dim, _ in self.dims)
+        left = [dim for dim in range(len(self.shape)) if dim not in gone]
+        dims = tuple((left.index(dim), axes) for dim, axes in self.dims)
+        model = tuple(self.model[dim] for dim in left) if self.model else ()
+        shape, padded = (tuple(sizes[dim] for dim in left) for sizes in (self.shape, self.padded))
+        return replace(self, shape=shape, padded=padded, dims=dims, model=model)
+
+    def stacked(self, length: int) -> Placement:
+        """The placement of a stack of ``length`` such leaves."""
+        dims = tuple((dim + 1, axes) for dim, axes in self.dims)
+        model = (None, *self.model) if self.model else ()
+        shape, padded = (length, *self.shape), (length, *self.padded)
+        return replace(self, shape=shape, padded=padded, dims=dims, model=model)
+
+    def resized(self, shape: Sequence[int]) -> Placement | None:
+        """The placement of a leaf that differs in unsplit dims alone; None where a split dim differs."""
+        split = {dim for dim, _ in self.dims} | {dim for dim, axes in enumerate(self.model) if axes}
+        if any(shape[dim] != self.shape[dim] for dim in split):
+            return None
+        padded = tuple(self.padded[dim] if dim in split else n for dim, n in enumerate(shape))
+        return replace(self, shape=tuple(shape), padded=padded)
 
     def transposed(self, permutation: Sequence[int]) -> Placement:
         """The placement after ``jax.lax.transpose`` by ``permutation``."""

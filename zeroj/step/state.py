@@ -18,6 +18,7 @@ from zeroj.gather.inputs import check_params
 from zeroj.optimizer.birth import born_in_files
 from zeroj.optimizer.zero import first_state, masters_of, params_from_masters, wrap_optimizer
 from zeroj.plan import tree
+from zeroj.plan.host_memory import check_host_memory
 from zeroj.plan.mesh import traced_on
 from zeroj.plan.plan import ParamLeaf, Plan
 from zeroj.plan.rules import Placement
@@ -101,6 +102,7 @@ def init_state(
         >>> state = zj.init_state(lambda: model.init(key, x), tx, plan)
     """
     wrapped = wrap_optimizer(tx, plan)
+    check_host_memory(plan)
     struct = abstract_state(tx, plan, loss_scale=loss_scale)
     shardings = jax.tree.map(lambda s: s.sharding, struct)
     values: Any = birth(plan, params_or_init_fn)() if callable(params_or_init_fn) else None
@@ -232,11 +234,17 @@ def _place(plan: Plan, leaf: ParamLeaf, value: Any, placement: Placement, dtype:
     sharding = plan.sharding(placement)
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         return jax.jit(lambda x: _fit(x, leaf, placement).astype(dtype), out_shardings=sharding)(value)
-    return place_array(np.asarray(value)[tuple(slice(0, n) for n in leaf.shape)], placement, dtype, sharding)
+    whole = value if hasattr(value, "__getitem__") and not isinstance(value, jax.Array) else np.asarray(value)
+    if whole.shape != leaf.shape:
+        whole = np.asarray(whole)[tuple(slice(0, n) for n in leaf.shape)]
+    return place_array(whole, placement, dtype, sharding)
 
 
-def place_array(whole: np.ndarray, placement: Placement, dtype: np.dtype, sharding: Any) -> jax.Array:
-    """An array in the user's shape in its place: padded, cast, and each device sent its own slice alone."""
+def place_array(whole: Any, placement: Placement, dtype: np.dtype, sharding: Any) -> jax.Array:
+    """An array in the user's shape in its place: padded, cast, and each device sent its own slice alone.
+
+    It may be anything that is sliced, such as a memory map: only slices are read.
+    """
 
     def piece(index: Any) -> np.ndarray:
         part = np.asarray(whole[index], dtype=dtype)

@@ -21,7 +21,7 @@ def save(trainer: Any, progress: dict[str, Any]) -> pathlib.Path:
     """Starts to save a checkpoint; files are written in the background. Every process must call it."""
     state: TrainerState = trainer.state
     folder = _output(trainer) / f"checkpoint-{state.global_step}"
-    trainer.engine.close()  # the save before is complete, or raises here
+    trainer.engine.close_checkpoints()  # the save before is complete, or raises here
     rotate(trainer, room=1)
     if state.best_global_step == state.global_step:
         state.best_model_checkpoint = str(folder)
@@ -60,7 +60,7 @@ def finish(trainer: Any) -> None:
     best = trainer.state.best_model_checkpoint
     if trainer.args.load_best_model_at_end and best is not None:
         trainer.engine.load_checkpoint(pathlib.Path(best) / "state")
-        trainer.engine.close()
+        trainer.engine.close_checkpoints()
 
 
 def checkpoints(output_dir: str | pathlib.Path) -> list[pathlib.Path]:

@@ -24,6 +24,7 @@ from zeroj.trainer.collate import PaddingCollator
 from zeroj.trainer.data import Loader, Shape, is_sized, kept_columns, updates_per_epoch
 from zeroj.trainer.models import as_model
 from zeroj.trainer.progress import PlotCallback, ProgressCallback
+from zeroj.trainer.reporting import ReportCallback
 from zeroj.trainer.saving import export_model, newest_checkpoint
 from zeroj.trainer.state import STATE_FILE, TrainerControl, TrainerState
 from zeroj.trainer.steps import Losses
@@ -310,6 +311,8 @@ class Trainer:
             self.add_callback(
                 ProgressCallback(None if self.args.disable_tqdm is None else not self.args.disable_tqdm)
             )
+        if self.args.reporters and ReportCallback not in kinds:
+            self.add_callback(ReportCallback())
         if PlotCallback not in kinds:
             self.add_callback(PlotCallback())
 

@@ -1,0 +1,298 @@
+"""ZeRO++ on two simulated nodes of four devices: what must be equal is equal, what is quantised is near."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zeroj as zj
+from tests import oracle
+from tests.oracle import normal
+
+pytestmark = pytest.mark.usefixtures("compile_fast")
+WIDTH, HIDDEN, LAYERS, CLASSES = 64, 130, 3, 40
+HPZ, QWZ, QGZ = (
+    {"zero_hpz_partition_size": 4},
+    {"zero_quantized_weights": True},
+    {"zero_quantized_gradients": True},
+)
+ALL = HPZ | QWZ | QGZ
+
+
+def first_params(stacked: bool) -> dict[str, Any]:
+    """Matrices whose shards fill a block, some of them padded, and vectors; the embedding is the head too."""
+    rng = np.random.default_rng(2)
+    blocks: Any = [
+        {
+            "up": normal(rng, WIDTH, HIDDEN, scale=0.1),
+            "bias": normal(rng, HIDDEN, scale=0.1),
+            "down": normal(rng, HIDDEN, WIDTH, scale=0.1),
+        }
+        for _ in range(LAYERS)
+    ]
+    if stacked:
+        blocks = jax.tree.map(lambda *leaves: np.stack(leaves), *blocks)
+    return {
+        "tokens": normal(rng, CLASSES, WIDTH, scale=0.3),
+        "frozen": normal(rng, WIDTH, WIDTH, scale=0.1),
+        "blocks": blocks,
+    }
+
+
+def loss_fn(params: Any, batch: Any, remat: bool = False) -> jax.Array:
+    def block(x: jax.Array, p: Any) -> jax.Array:
+        return x + jnp.tanh(x @ p["up"] + p["bias"]) @ p["down"]
+
+    one = jax.checkpoint(block) if remat else block
+    x = params["tokens"][batch["x"]] @ params["frozen"] * batch["by"][:, None].astype(params["frozen"].dtype)
+    if isinstance(params["blocks"], list):
+        for p in params["blocks"]:
+            x = one(x, p)
+    else:
+        x, _ = jax.lax.scan(lambda x, p: (one(x, p), None), x, params["blocks"])
+    logits = (x @ params["tokens"].T).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+
+def batches(count: int, size: int = 32) -> list[Any]:
+    rng = np.random.default_rng(4)
+    return [
+        {
+            "x": rng.integers(0, CLASSES, size).astype(np.int32),
+            "y": rng.integers(0, CLASSES, size).astype(np.int32),
+            "by": np.ones(size, np.float32),
+        }
+        for _ in range(count)
+    ]
+
+
+def plan_of(params: Any, mesh: Any = None, precision: str = "fp32", tx: Any = None, **zero: Any) -> zj.Plan:
+    settings = zj.Zero(stage=3, stage3_param_persistence_threshold=0, **zero)
+    scanned = ["blocks"] if isinstance(params["blocks"], dict) else None
+    trainable = lambda path, leaf: "frozen" not in path  # noqa: E731
+    mesh = mesh or zj.make_mesh(node=2, local=4)
+    return zj.make_plan(
+        params, tx or TX, mesh, settings, precision=precision, scanned=scanned, trainable=trainable
+    )
+
+
+TX = optax.adamw(1e-3)
+
+
+def story(stacked: bool, remat: bool, folder: Any, **zero: Any) -> dict[str, np.ndarray]:
+    """Ten steps of four micro-batches: evaluation after each, an edit, a skipped step, a restore elsewhere."""
+    params = first_params(stacked)
+    loss = functools.partial(loss_fn, remat=remat)
+    plan = plan_of(params, **zero)
+    make = functools.partial(
+        zj.make_train_step, loss, TX, accumulation_steps=4, clip_norm=0.5, skip_nonfinite=True
+    )
+    step, evaluate, state = make(plan), zj.make_eval_step(loss, plan), zj.init_state(params, TX, plan)
+    seen: list[Any] = []
+    *data, held_out = batches(11)
+    for number, batch in enumerate(data):
+        if number == 3:
+            edited = jax.tree.map(lambda x: x * 0.9, state.params)
+            state = state._replace(params=edited)
+        if number == 5:
+            batch = batch | {"by": np.full_like(batch["by"], np.inf)}
+        if number == 8:
+            with zj.Checkpointer(folder) as checkpoints:
+                checkpoints.save(state, plan, {}, wait=True)
+                group = {"zero_hpz_partition_size": 2} if zero else {}
+                plan = plan_of(params, zj.make_mesh(node=4, local=2), **(zero | group))
+                state, _ = checkpoints.restore(plan)
+            step, evaluate = make(plan), zj.make_eval_step(loss, plan)
+        state, metrics = step(state, batch)
+        after = evaluate(state, held_out)
+        seen.append([metrics["loss"], metrics["grad_norm"], after["loss"], metrics["skipped"]])
+    assert int(state.skipped) == 1
+    whole = zj.full_params(state, plan)
+    return {"seen": np.asarray(jax.device_get(seen)), "params": whole}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stacked", "remat"), [(False, False), (True, True)], ids=["unrolled", "scan-remat"])
+def test_hpz_is_plain_stage_3_at_every_step(stacked: bool, remat: bool, tmp_path: Any) -> None:
+    wanted = story(stacked, remat, tmp_path / "plain")
+    found = story(stacked, remat, tmp_path / "hpz", **HPZ)
+    finite = np.isfinite(wanted["seen"])
+    assert not finite[5, 0] and finite[:, 2].all() and (wanted["seen"][finite] != 0).sum() >= 25
+    np.testing.assert_array_equal(np.isfinite(found["seen"]), finite)
+    np.testing.assert_allclose(found["seen"][finite], wanted["seen"][finite], rtol=1e-6)
+    assert oracle.distance(found["params"], wanted["params"]) <= 1e-6
+
+
+def gradient(precision: str = "fp32", stacked: bool = True, **zero: Any) -> tuple[float, Any]:
+    params = first_params(stacked)
+    plan = plan_of(params, precision=precision, **zero)
+    stored = zj.shard_params(plan, params)
+    loss, grads = jax.jit(zj.value_and_grad(loss_fn, plan))(stored, batches(1)[0])
+    live = [leaf for leaf in plan.leaves if leaf.trainable]
+    arrays = [x for x in jax.tree.leaves(grads) if x is not None]
+    cut = [np.asarray(x)[tuple(slice(n) for n in leaf.shape)] for x, leaf in zip(arrays, live, strict=True)]
+    return float(loss), {leaf.path: x for leaf, x in zip(live, cut, strict=True)}
+
+
+@pytest.mark.parametrize(
+    ("zero", "loss_within", "within"),
+    [
+        (QWZ, 3e-3, 0.05),
+        (QGZ | {"zero_quantized_gradients_bits": 8}, 1e-6, 0.02),
+        (QGZ, 1e-6, 0.2),
+        (ALL, 3e-3, 0.2),
+    ],
+    ids=["qwZ", "qgZ-int8", "qgZ-int4", "all"],
+)
+def test_a_quantised_gradient_is_near_the_true_one(zero: Any, loss_within: float, within: float) -> None:
+    wanted_loss, wanted = gradient()
+    loss, found = gradient(**zero)
+    assert loss == pytest.approx(wanted_loss, rel=loss_within)
+    apart = {path: oracle.distance(found[path], wanted[path]) for path in wanted}
+    assert max(apart.values()) <= within, apart
+    assert max(apart.values()) > 0, "nothing was quantised"
+    if not zero.get("zero_quantized_weights"):
+        vectors = {path: apart[path] for path in apart if "bias" in path}
+        assert max(vectors.values()) <= 1e-6, vectors
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_gradient_of_ones_is_exactly_one(nodes: int, bits: int) -> None:
+    """Neither hop may scale: the result is the mean, whichever way the eight devices are grouped."""
+    params = {
+        "even": np.ones((64, 128), np.float32),
+        "padded": np.ones((67, 61), np.float32),
+        "v": np.ones(9),
+    }
+    plan = zj.make_plan(
+        jax.tree.map(lambda x: x.astype(np.float32), params),
+        optax.sgd(1.0),
+        zj.make_mesh(node=nodes, local=8 // nodes),
+        zj.Zero(stage=3, stage3_param_persistence_threshold=0, zero_quantized_gradients_bits=bits, **QGZ),
+    )
+    assert len(plan.leaves[0].placement.wire.hops) == (1 if nodes == 1 else 2)
+
+    def total(params: Any, batch: Any) -> jax.Array:
+        return sum(jnp.sum(x) for x in jax.tree.leaves(params)) + 0 * jnp.mean(batch["x"])
+
+    stored = zj.shard_params(plan, params)
+    _, grads = jax.jit(zj.value_and_grad(total, plan))(stored, {"x": np.ones(16, np.float32)})
+    for leaf, grad in zip(plan.leaves, jax.tree.leaves(grads), strict=True):
+        cut = np.asarray(grad)[tuple(slice(n) for n in leaf.shape)]
+        np.testing.assert_array_equal(cut, 1.0, err_msg=leaf.path)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_every_path_gives_the_compute_dtype_and_no_other_half(precision: str) -> None:
+    """Frozen, tied, scanned and vector leaves alike; a bf16 program has no fp16 in it."""
+    dtypes: set[Any] = set()
+
+    def watched(params: Any, batch: Any) -> jax.Array:
+        dtypes.update(x.dtype for x in jax.tree.leaves(params))
+        return loss_fn(params, batch)
+
+    params = first_params(stacked=True)
+    plan = plan_of(params, precision=precision, **ALL)
+    step = zj.make_train_step(watched, TX, plan, accumulation_steps=2)
+    program = str(step.trace(zj.abstract_state(TX, plan), batches(1)[0]).jaxpr)
+    wanted, other = {"bf16": ("bf16", "f16["), "fp16": ("f16", "bf16[")}[precision]
+    assert dtypes == {jnp.dtype(jnp.bfloat16 if precision == "bf16" else jnp.float16)}
+    assert f"{wanted}[" in program and f" {other}" not in program and f":{other}" not in program
+    assert "i8[" in program
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_all_three_train_in_half_precision_with_accumulation_and_clipping(precision: str) -> None:
+    """The loss falls as it does at plain stage 3, and an overflow is seen through the quantiser."""
+    ends = []
+    for zero in ({}, ALL):
+        params = first_params(stacked=True)
+        plan = plan_of(params, precision=precision, **zero)
+        step = zj.make_train_step(loss_fn, TX, plan, accumulation_steps=2, clip_norm=1.0)
+        state = zj.init_state(params, TX, plan)
+        first, bad = batches(2)
+        state, metrics = step(state, first)
+        first_loss = float(metrics["loss"])
+        for _ in range(11):
+            state, metrics = step(state, first)
+        ends.append(float(metrics["loss"]))
+        skipped = int(state.skipped)
+        before = jax.device_get(state.params)
+        state, metrics = step(state, bad | {"by": np.full_like(bad["by"], np.inf)})
+        assert int(metrics["skipped"]) == skipped + 1 and not metrics["applied"]
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), before)
+    assert ends[1] < 0.8 * first_loss and ends[1] == pytest.approx(ends[0], rel=0.05), ends
+
+
+@pytest.mark.slow
+def test_mics_is_plain_stage_3_in_groups() -> None:
+    """Groups of four hold all of the state; four micro-batches, then one sum over the groups."""
+    params = first_params(stacked=True)
+    runs, plans = [], []
+    for zero in ({}, {"mics_shard_size": 4}):
+        plan = plan_of(params, **zero)
+        model = oracle.Model(loss_fn, params, batches(4))
+        runs.append(oracle.train(model, TX, plan, accumulation=4, clip=1.0))
+        plans.append(plan)
+    apart = oracle.run_distances(runs[1], runs[0])
+    assert max(apart.values()) <= 1e-6, apart
+    assert plans[1].replica_axes == ("node",) and plans[1].degree == 8
+    assert plans[1].memory().resident == pytest.approx(2 * plans[0].memory().resident, rel=0.02)
+    assert "2 groups are alike" in str(plans[1])
+
+
+@pytest.mark.parametrize(
+    ("zero", "mesh"), [({"zero_hpz_partition_size": 2}, (4, 2)), ({"mics_shard_size": 2}, (4, 2))]
+)
+def test_a_group_smaller_than_a_node_cuts_the_mesh_anew(zero: Any, mesh: tuple[int, int]) -> None:
+    plan = plan_of(first_params(False), **zero)
+    assert tuple(plan.mesh.shape.values()) == mesh
+    assert [d.id for d in plan.mesh.devices.flat] == list(range(8))
+
+
+def test_memory_shows_the_second_shard_of_hpz() -> None:
+    """Two bytes a param over the devices of a node; half of that where it is kept as int8."""
+    params = first_params(stacked=True)
+    count = sum(x.size for x in jax.tree.leaves(params))
+    plan = plan_of(params, precision="bf16", **HPZ)
+    assert plan.memory().device["secondary"] == pytest.approx(2 * count / 4, rel=0.02)
+    packed = plan_of(params, precision="bf16", **HPZ, **QWZ).memory().device["secondary"]
+    assert packed == pytest.approx(count / 4, rel=0.15)  # padding to blocks, in small shards
+    assert "secondary" not in plan_of(params, precision="bf16", **QWZ).memory().device
+    assert "hpZ: gathered over node once a step, then over local alone" in str(plan)
+
+
+def test_the_plan_says_what_is_not_quantised_and_why() -> None:
+    text = str(plan_of(first_params(stacked=False), **ALL))
+    assert "gathers int8, gradients int8 over local, int4 over node" in text
+    assert "not quantised: a vector" in text
+
+
+REFUSED: list[tuple[Any, Any, str]] = [
+    ({"zero_hpz_partition_size": 8}, (1, 8), "all devices are in one node"),
+    ({"zero_hpz_partition_size": 3}, (2, 4), "has to divide the 4 devices of a node"),
+    ({"mics_shard_size": 3}, (2, 4), "does not divide the 8 devices"),
+    ({"mics_shard_size": 4, "mics_hierarchical_params_gather": True}, (2, 4), "mics:hierarchical"),
+    ({"zero_quantized_nontrainable_weights": True}, (2, 4), "nontrainable"),
+    (QGZ | {"zeropp_loco_param": {}}, (2, 4), "loco"),
+]
+
+
+@pytest.mark.parametrize(("zero", "mesh", "why"), REFUSED, ids=lambda x: x if isinstance(x, str) else None)
+def test_what_does_not_fit_is_refused_with_the_reason(zero: Any, mesh: Any, why: str) -> None:
+    with pytest.raises(zj.ZerojError, match=why):
+        plan_of(first_params(False), zj.make_mesh(node=mesh[0], local=mesh[1]), **zero)
+
+
+def test_the_global_view_refuses_what_it_would_not_do() -> None:
+    plan = plan_of(first_params(False), **QWZ)
+    with pytest.raises(zj.PlanError, match="partitioner"):
+        zj.make_train_step(loss_fn, TX, plan, loss_over="global")

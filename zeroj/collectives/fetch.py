@@ -1,0 +1,61 @@
+"""A gather in two halves, between which a step may keep what it has: hpZ (arXiv 2306.10209, section 3.2).
+
+The first half gathers across nodes and gives a *near* shard: one that is split within the node alone. The
+second half gathers it within the node. A leaf that keeps nothing has an empty first half. For use inside
+``shard_map`` over the ZeRO axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from zeroj.collectives import plain, quantized
+from zeroj.plan.rules import Placement
+
+
+def near(shard: jax.Array, placement: Placement) -> jax.Array:
+    """What may be kept for later gathers of the step.
+
+    Args:
+        shard: this device's part, in the compute dtype.
+        placement: how the leaf is sharded; its ``wire`` says over which axes to gather here, and in what form.
+
+    Returns:
+        The node's shard, quantised if the leaf travels so: int8 (devices along the kept axes, bytes).
+    """
+    kept = placement.wire.kept
+    if placement.wire.weights is None:
+        return plain.gather(shard, placement.over(kept)) if kept else shard
+    packed = quantized.pack(shard, placement)
+    return jax.lax.all_gather(packed, kept) if kept else packed
+
+
+def whole(near_shard: jax.Array, placement: Placement, dtype: np.dtype) -> jax.Array:
+    """The leaf in the user's shape, from what :func:`near` gave.
+
+    Args:
+        near_shard: the near shard.
+        placement: how the leaf is sharded.
+        dtype: the compute dtype.
+    """
+    kept = placement.wire.kept
+    rest = tuple(axis for axis in placement.axes if axis not in kept)
+    if placement.wire.weights is None:
+        return plain.unpad(plain.gather(near_shard, placement.over(rest)), placement)
+    packed = jax.lax.all_gather(near_shard, rest)
+    sizes = [jax.lax.axis_size(axis) for axis in (*rest, *kept)]
+    return quantized.unpack(
+        packed.reshape(*sizes, -1), placement, (*rest, *kept), _shard_shape(placement), dtype
+    )
+
+
+def _shard_shape(placement: Placement) -> Sequence[int]:
+    """The shape of one device's shard."""
+    shape = list(placement.padded)
+    for dim, axes in placement.dims:
+        for axis in axes:
+            shape[dim] //= jax.lax.axis_size(axis)
+    return shape

@@ -1,0 +1,90 @@
+"""Gathers and reductions whose bytes are quantised: qwZ and qgZ of ZeRO++ (arXiv 2306.10209, sections 3.1, 3.3).
+
+XLA cannot sum small integers without overflow, so a reduction is an all-to-all of quantised pieces, which are
+dequantised and summed in fp32 where they arrive: first within a node, then, an eighth of it, across nodes.
+For use inside ``shard_map`` over the ZeRO axes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zeroj.collectives import plain
+from zeroj.collectives.quantize import dequantize, quantize
+from zeroj.plan.rules import Placement
+
+
+def pack(shard: jax.Array, placement: Placement) -> jax.Array:
+    """This device's shard in the format of its gather: int8 (bytes,)."""
+    assert placement.wire.weights is not None
+    return quantize(shard.reshape(-1), placement.wire.weights)
+
+
+def unpack(
+    packed: jax.Array, placement: Placement, axes: Sequence[str], shard: Sequence[int], dtype: np.dtype
+) -> jax.Array:
+    """The leaf in the user's shape from the packed shards of all devices.
+
+    Args:
+        packed: int8 (devices along each of ``axes``..., bytes).
+        placement: how the leaf is sharded.
+        axes: the order of the leading dims.
+        shard: the shape of a shard.
+        dtype: of the result.
+    """
+    assert placement.wire.weights is not None
+    pieces = dequantize(packed, placement.wire.weights, math.prod(shard), dtype)
+    lead = pieces.shape[:-1]
+    return plain.unpad(_merge(pieces.reshape(*lead, *shard), placement, axes), placement)
+
+
+def reduce(value: jax.Array, placement: Placement, axes: Sequence[str]) -> jax.Array:
+    """Sums a leaf over ``axes`` and keeps this device's shard of the sum, in fp32.
+
+    Args:
+        value: this device's addend, in the user's shape.
+        placement: how the result is sharded, and in its ``wire`` the hops.
+        axes: the ZeRO axes; over those that do not split the leaf the sum is whole.
+    """
+    hops = placement.wire.hops
+    pieces = _split(plain.pad(value, placement), placement, [axis for axis, _ in hops])
+    for axis, fmt in hops:
+        flat = pieces.reshape(pieces.shape[0], -1)
+        packed = quantize(flat, fmt)
+        arrived = jax.lax.all_to_all(packed, axis, split_axis=0, concat_axis=0, tiled=True)
+        addends = dequantize(arrived, fmt, flat.shape[1], np.dtype(np.float32))
+        pieces = jnp.sum(addends, axis=0).reshape(pieces.shape[1:])
+    rest = tuple(axis for axis in axes if axis not in placement.axes)
+    return plain.total(pieces, rest)
+
+
+def _split(value: jax.Array, placement: Placement, order: Sequence[str]) -> jax.Array:
+    """(devices along each axis of ``order``..., shard): every device's piece of a whole leaf."""
+    shape: list[int] = []
+    where: dict[str, int] = {}
+    entries = dict(placement.dims)
+    for dim, size in enumerate(value.shape):
+        axes = entries.get(dim, ())
+        counts = [jax.lax.axis_size(axis) for axis in axes]
+        where |= {axis: len(shape) + i for i, axis in enumerate(axes)}
+        shape += [*counts, size // math.prod(counts)]
+    front = [where[axis] for axis in order]
+    back = [i for i in range(len(shape)) if i not in where.values()]
+    return jnp.transpose(value.reshape(shape), front + back)
+
+
+def _merge(pieces: jax.Array, placement: Placement, order: Sequence[str]) -> jax.Array:
+    """Undoes :func:`_split`."""
+    entries = dict(placement.dims)
+    lead = len(order)
+    permutation, shape = [], []
+    for dim, size in enumerate(pieces.shape[lead:]):
+        axes = entries.get(dim, ())
+        permutation += [*(list(order).index(axis) for axis in axes), lead + dim]
+        shape.append(math.prod(pieces.shape[list(order).index(axis)] for axis in axes) * size)
+    return jnp.transpose(pieces, permutation).reshape(shape)

@@ -1,0 +1,72 @@
+"""What a step keeps of its gathers for later ones (hpZ), and how that goes into a scan and comes out of it.
+
+The first gather of a shard leaves its near shard behind: within a node, no later gather of the same parameter
+needs the network. Layers in a loop leave theirs stack by stack: the forward loop gives a stack of near shards
+out, which the backward loop takes in. Nothing outlives the step, so nothing can be stale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+
+from zeroj.gather.lazy import Shard
+
+
+class Key(NamedTuple):
+    """Whose near shard: the id of the shard's array, the dtype, and how many loops have sliced it since."""
+
+    array: int
+    dtype: str
+    depth: int = 0
+
+
+class Near(NamedTuple):
+    """A near shard; ``shard`` is what it was made from, and keeps the id in its key taken."""
+
+    shard: Shard
+    value: jax.Array
+
+
+Kept = dict[Key, Near]
+
+
+def stacks_in(kept: Kept, stacks: Mapping[int, Shard]) -> Kept:
+    """The near shards of slices of ``stacks`` (id of the array -> stack)."""
+    return {key: near for key, near in kept.items() if key.array in stacks and key.depth > 0}
+
+
+def sliced(stacks: Kept, values: Sequence[jax.Array], slices: Mapping[int, jax.Array]) -> Kept:
+    """The same within one iteration.
+
+    Args:
+        stacks: what goes into the loop.
+        values: the iteration's slice of each.
+        slices: id of a stack's array -> the iteration's slice of it.
+    """
+    return {
+        Key(id(slices[key.array]), key.dtype, key.depth - 1): Near(near.shard, value)
+        for (key, near), value in zip(stacks.items(), values, strict=True)
+    }
+
+
+def stacked(inside: Kept, before: Kept, origin: Mapping[int, Shard]) -> Kept:
+    """What one iteration kept anew, by the stacks that it belongs to; the values are still the iteration's.
+
+    Args:
+        inside: what was kept at the iteration's end.
+        before: what was kept at its start.
+        origin: id of a slice -> the stack that it was cut from.
+    """
+    return {
+        Key(id(origin[key.array].array), key.dtype, key.depth + 1): Near(origin[key.array], near.value)
+        for key, near in inside.items()
+        if key not in before and key.array in origin
+    }
+
+
+def with_values(kept: Kept, values: Sequence[jax.Array]) -> Kept:
+    """The same near shards, as the loop stacked them."""
+    return {key: Near(near.shard, value) for (key, near), value in zip(kept.items(), values, strict=True)}

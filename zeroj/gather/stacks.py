@@ -1,0 +1,92 @@
+"""What goes into a loop slice by slice, and what comes out of it as a lazy stack."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from zeroj import _compat
+from zeroj.gather import lazy
+
+
+@dataclass(frozen=True)
+class Restacked:
+    """A loop's lazy output, before the loop has run.
+
+    Attributes:
+        value: the lazy value of one iteration.
+        known: shard of the body -> the stack outside that it is a slice of.
+        made: shards that the body itself made; the loop stacks their arrays.
+    """
+
+    value: lazy.Lazy
+    known: Mapping[lazy.Shard, lazy.Shard]
+    made: tuple[lazy.Shard, ...]
+
+    def build(self, arrays: Iterator[jax.Array], length: int) -> lazy.Stacked:
+        """The lazy stack; takes what the loop stacked for ``made`` from ``arrays``."""
+        stacks: dict[lazy.Shard, lazy.Lazy] = dict(self.known)
+        for shard in self.made:
+            placement = shard.placement.stacked(length)
+            stacks[shard] = lazy.Shard(next(arrays), placement, shard.dtype, shard.path)
+        return lazy.Stacked(self.value, stacks, length)
+
+
+def restack(out: Any, origin: Mapping[int, lazy.Shard], outside: Collection[int]) -> Restacked | None:
+    """A body's lazy output as a lazy stack; None if it must be stacked for real.
+
+    Args:
+        out: the output.
+        origin: id of a slice -> the stack that it is a slice of.
+        outside: ids of shards that every iteration sees whole.
+    """
+    if not lazy.is_lazy(out):
+        return None
+    shards = lazy.shards_of(out)
+    if not shards or any(id(s.array) in outside for s in shards):
+        return None
+    known: dict[lazy.Shard, lazy.Shard] = {}
+    for shard in shards:
+        if id(shard.array) in origin:
+            outer = origin[id(shard.array)]
+            known[shard] = lazy.Shard(outer.array, outer.placement, shard.dtype, shard.path)
+    return Restacked(out, known, tuple(shard for shard in shards if shard not in known))
+
+
+def only_sliced(jaxpr: _compat.Jaxpr, index: int, value: Any) -> bool:
+    """Whether a loop's body takes nothing but smaller slices of one of its constants.
+
+    Args:
+        jaxpr: the body.
+        index: of the constant.
+        value: what is passed for it.
+    """
+    if not isinstance(value, lazy.Shard):
+        return False
+    var = jaxpr.invars[index]
+
+    def slices(eqn: _compat.Eqn) -> bool:
+        if eqn.primitive.name != "dynamic_slice" or var in eqn.invars[1:]:
+            return False
+        shape = eqn.outvars[0].aval.shape
+        return math.prod(shape) < value.size and value.placement.resized(shape) is not None
+
+    return var not in jaxpr.outvars and all(slices(eqn) for eqn in jaxpr.eqns if var in eqn.invars)
+
+
+def warn_whole(stacks: list[Any], eqn: _compat.Eqn) -> None:
+    """Tells of stacks that a loop cannot take slice by slice because their first dim is sharded."""
+    shards = [s for x in stacks for s in lazy.shards_of(x)]
+    paths = sorted({s.path for s in shards if any(dim == 0 for dim, _ in s.placement.dims)})
+    if paths:
+        warnings.warn(
+            f"The scan at {_compat.source_line(eqn)} runs over dim 0 of {', '.join(paths)}, which is sharded: "
+            "they are gathered whole before the loop. Make the plan with scanned=zj.find_scanned(loss_fn, "
+            f"params, batch), or scanned={paths}.",
+            stacklevel=2,
+        )

@@ -1,0 +1,77 @@
+"""The stage table, and the leaves of a plan: what is sharded, and where each array lives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from zeroj.plan.rules import Placement
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one ZeRO stage shards. True: each device holds its part; False: each device holds the whole."""
+
+    params: bool
+    grads: bool
+    accumulator: bool
+    opt_state: bool
+
+
+#: The stage table of ZeRO (arXiv 1910.02054, section 5). ``grads`` is what leaves the last micro-batch,
+#: ``accumulator`` what the micro-batches before it add up in.
+STAGES = {
+    0: Stage(params=False, grads=False, accumulator=False, opt_state=False),
+    1: Stage(params=False, grads=True, accumulator=False, opt_state=True),
+    2: Stage(params=False, grads=True, accumulator=True, opt_state=True),
+    3: Stage(params=True, grads=True, accumulator=True, opt_state=True),
+}
+
+
+@dataclass(frozen=True)
+class ParamLeaf:
+    """One leaf of params: the user's view of it, and its shard.
+
+    Attributes:
+        path: its path in the user's tree, such as "blocks/0/kernel".
+        keys: the same path as JAX key entries.
+        dtype: the user's dtype.
+        placement: where its shard lives, wherever the stage shards it.
+        trainable: whether it has a gradient and optimizer state.
+        state_memory: the memory kind of its optimizer state and fp32 master; empty: the device's own.
+        param_memory: the memory kind of its stored shard; empty: the device's own.
+    """
+
+    path: str
+    keys: tuple[Any, ...]
+    dtype: np.dtype
+    placement: Placement
+    trainable: bool
+    state_memory: str = ""
+    param_memory: str = ""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The user's shape."""
+        return self.placement.shape
+
+
+@dataclass(frozen=True)
+class StateLeaf:
+    """One leaf of the optimizer's state.
+
+    Attributes:
+        path: its path in the optimizer's state.
+        dtype: its dtype.
+        placement: where it lives.
+        of: the path of the param that it mirrors, shape and all, or empty.
+        owner: the path of the param that it belongs to, whatever its shape, or empty.
+    """
+
+    path: str
+    dtype: np.dtype
+    placement: Placement
+    of: str = ""
+    owner: str = ""

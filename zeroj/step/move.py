@@ -1,0 +1,77 @@
+"""Moving a training state to host memory and back between steps: the devices are free for something else."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import jax
+
+from zeroj.errors import PlanError
+from zeroj.plan.offload import host_kind
+from zeroj.plan.plan import Plan
+from zeroj.step.state import TrainState
+
+#: What may be moved, under the names of :class:`zeroj.MemoryReport`.
+PARTS = ("params", "master", "opt_state")
+
+
+def offload_states(state: TrainState, include: Collection[str] = PARTS) -> TrainState:
+    """Moves parts of a state to page-locked host memory, until :func:`reload_states`.
+
+    For runs that train and generate in turn. Arrays are moved one by one; each is freed on the device as soon as
+    nothing else refers to it, so bind the result to the name that the old state had. Scalars stay, and so does
+    what a plan with offload keeps in host memory anyway. No step takes the state while it is away.
+
+    Args:
+        state: the state.
+        include: among "params", "master" and "opt_state"; left out, all of them.
+
+    Returns:
+        The state, with the same values.
+
+    Raises:
+        PlanError: an unknown name, or devices without such memory.
+
+    Example:
+        >>> state = zj.offload_states(state)
+        >>> generate()
+        >>> state = zj.reload_states(state, plan)
+    """
+    unknown = sorted(set(include) - set(PARTS))
+    if unknown:
+        raise PlanError(f"include names {unknown}; what can be moved is {list(PARTS)}.")
+
+    def away(part: str, tree: Any) -> Any:
+        return jax.tree.map(_to_host, tree) if part in include else tree
+
+    held = state.opt_state
+    moved = held._replace(master=away("master", held.master), inner=away("opt_state", held.inner))
+    return state._replace(params=away("params", state.params), opt_state=moved)
+
+
+def reload_states(state: TrainState, plan: Plan) -> TrainState:
+    """Brings a state back to where its plan keeps it.
+
+    Args:
+        state: what :func:`offload_states` returned; parts that were not moved are left as they are.
+        plan: the plan that the state was made with.
+
+    Returns:
+        The state, with the same values, as the steps take it.
+    """
+    params = jax.tree.map(_to, state.params, plan.params)
+    return state._replace(params=params, opt_state=jax.tree.map(_to, state.opt_state, plan.opt_state))
+
+
+def _to_host(value: jax.Array) -> jax.Array:
+    kind = host_kind(getattr(value.sharding, "mesh", None))
+    if value.ndim == 0 or value.sharding.memory_kind == kind:
+        return value
+    return jax.device_put(value, value.sharding.with_memory_kind(kind))
+
+
+def _to(value: jax.Array, sharding: Any) -> jax.Array:
+    device: Any = next(iter(value.sharding.device_set))
+    there = sharding.memory_kind or device.default_memory().kind
+    return value if value.sharding.memory_kind == there else jax.device_put(value, sharding)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -225,3 +226,25 @@ def test_a_folder_keeps_as_many_checkpoints_as_asked(tmp_path: Path) -> None:
         engine.save_checkpoint(tmp_path, "mine" if engine.global_steps == 1 else None)
     engine.close()
     assert zj.Checkpointer(tmp_path).all_steps() == [1, 3, 4]  # a tag of one's own stays
+
+
+def test_a_resumed_run_is_told_what_has_changed(tmp_path: Path) -> None:
+    def engine(total: int, batch: int = 32) -> zj.Engine:
+        schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": total, "warmup_num_steps": 2}}
+        return toy_engine(scheduler=schedule, train_batch_size=batch)
+
+    first = engine(10)
+    first.train_batch(oracle.toy_batches(1, 32)[0])
+    first.save_checkpoint(tmp_path)
+    first.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine(10).load_checkpoint(tmp_path)
+        engine(20).load_checkpoint(tmp_path, load_module_only=True)
+    with pytest.warns(UserWarning) as notes:
+        again = engine(20, batch=64)
+        again.load_checkpoint(tmp_path)
+    (text,) = [str(note.message) for note in notes]
+    assert "scheduler.params.total_num_steps: 10 then, 20 now" in text
+    assert "train_batch_size: 32 then, 64 now" in text and "warmup" not in text
+    assert again.global_steps == 1

@@ -20,6 +20,8 @@ from zeroj.errors import ConfigError as ConfigError
 from zeroj.errors import PlanError as PlanError
 from zeroj.errors import SpillError as SpillError
 from zeroj.errors import ZerojError as ZerojError
+from zeroj.gather.explain import Explanation as Explanation
+from zeroj.gather.explain import explain as explain
 from zeroj.gather.gradients import value_and_grad as value_and_grad
 from zeroj.gather.loss import Mean as Mean
 from zeroj.gather.scanned import find_scanned as find_scanned

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import contextlib
 import importlib.util
 import re
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -231,6 +235,27 @@ def executable_text(executable: Any) -> str:
 # --------------------------------------------------------------------------------------------------
 # Checkpoints
 # --------------------------------------------------------------------------------------------------
+
+
+def before_shutdown(callback: Callable[[], None]) -> None:
+    """Has a function called when the main thread ends, while threads can still be started and waited for.
+
+    ``atexit`` is too late for that: thread pools have closed by then. Where Python has no such hook, ``atexit`` it is.
+    """
+
+    def run() -> None:
+        if (
+            (3, 12, 0) <= sys.version_info[:3] < (3, 12, 3)
+        ):  # these start no thread here: run what asks for one
+            asyncio.to_thread = _in_line  # type: ignore[assignment]
+        callback()
+
+    register = getattr(threading, "_register_atexit", atexit.register)
+    register(run)
+
+
+async def _in_line(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
 
 
 def is_tracer(value: Any) -> bool:

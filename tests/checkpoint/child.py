@@ -23,7 +23,8 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder")
     parser.add_argument(
-        "mode", choices=["resume", "storm", "preempted", "failing", "alone", "export", "memory", "steady"]
+        "mode",
+        choices="resume storm preempted failing alone export memory unclosed steady".split(),
     )
     parser.add_argument("--last", type=int, default=10)
     parser.add_argument("--stage", type=int, default=3)
@@ -88,6 +89,11 @@ def main() -> None:
         if opts.process == 0:
             checkpoints.save(state, plan)
         time.sleep(20)
+        return
+    if opts.mode == "unclosed":
+        checkpoints.save(state, plan, {"seen": [], "next": 1}, step=1)
+        if opts.last == 0:
+            raise zj.CheckpointError("of the user's own")
         return
     if opts.mode == "failing":
 

@@ -94,6 +94,17 @@ def test_a_save_that_failed_in_the_background_stops_the_run(tmp_path: pathlib.Pa
     assert "CheckpointError" in errors and "No space left on device" in errors
 
 
+@pytest.mark.parametrize("last", (0, 1), ids=("an error", "the end"))
+def test_a_program_that_ends_without_closing_has_its_last_save(last: int, tmp_path: pathlib.Path) -> None:
+    process = child(tmp_path, "unclosed", "--last", last)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == (0 if last else 1)
+    assert ("of the user's own" in errors) != bool(last)
+    assert "shutdown" not in errors and "Exception in thread" not in errors, errors
+    with zj.Checkpointer(tmp_path) as checkpoints:
+        assert checkpoints.latest_step() == 1
+
+
 def test_a_process_that_never_arrives_is_named(tmp_path: pathlib.Path) -> None:
     """J2"""
     save_first(tmp_path)

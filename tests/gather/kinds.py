@@ -216,3 +216,12 @@ def slices_of_a_scanned_stack() -> Form:
         return c, None
 
     return stack(L, 2), lambda p, x: square(jax.lax.scan(body, x, p)[0]), data()
+
+
+@form
+def index_that_differs_between_devices() -> Form:
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        i = jnp.int32(jnp.sum(jnp.abs(x)) * 7) % 5
+        return square(x @ p["w"][i]) + square(jax.lax.fori_loop(0, L, lambda _, c: jnp.sin(c @ p["v"][i]), x))
+
+    return {"w": normal(1, 5, D, D), "v": normal(2, 5, D, D)}, loss, data()

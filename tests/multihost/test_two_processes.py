@@ -23,7 +23,9 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def run_processes(folder: Path, stage: int, count: int = 2) -> list[dict[str, np.ndarray]]:
+def run_processes(
+    folder: Path, case: int | str, count: int = 2, worker: str = "tests.multihost.worker"
+) -> list[dict[str, np.ndarray]]:
     port = free_port()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     started = [
@@ -31,12 +33,12 @@ def run_processes(folder: Path, stage: int, count: int = 2) -> list[dict[str, np
             [
                 sys.executable,
                 "-m",
-                "tests.multihost.worker",
+                worker,
                 str(i),
                 str(count),
                 str(port),
                 str(folder),
-                str(stage),
+                str(case),
             ],
             cwd=ROOT,
             env=environment,

@@ -56,6 +56,20 @@ class Collective:
         return "inter" if self.nodes > 1 else "intra"
 
     @property
+    def across_nodes(self) -> float:
+        """Bytes that one device sends to other nodes in a step, on average over the devices of a node.
+
+        A ring over m nodes with k devices each enters every node once: 1/k of what its devices send. An
+        all-to-all sends to the (n-k)/n of its group that are elsewhere.
+        """
+        if self.nodes == 1:
+            return 0.0
+        inside = max(1, self.group_size // self.nodes)
+        if self.op.endswith("all-to-all"):
+            return self.times * self.payload * (self.group_size - inside) / self.group_size
+        return self.times * self.wire / inside
+
+    @property
     def wire_per_step(self) -> float:
         """Bytes that one device sends in a step."""
         return self.wire * self.times

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from zeroj import _compat
 from zeroj.checkpoint.catalog import DELETED, ITEM, Catalog
 from zeroj.checkpoint.handler import StateSave
 from zeroj.checkpoint.layout import stored_leaves
@@ -23,6 +25,21 @@ from zeroj.errors import CheckpointError
 from zeroj.plan.plan import Plan
 from zeroj.spill.tier import is_spilled
 from zeroj.step.state import TrainState
+
+#: Checkpointers that are saving in the background: held until they are done, whoever else lets go of them.
+_saving: set[Checkpointer] = set()
+
+
+def _finish_all() -> None:
+    """Completes what is being written when a program ends without closing: it was saved, so it shall be there."""
+    for checkpointer in list(_saving):
+        try:
+            checkpointer.close()
+        except Exception as error:  # nobody is left to catch it
+            print(f"zeroj: at the end of the program: {error}", file=sys.stderr)
+
+
+_compat.before_shutdown(_finish_all)
 
 
 class Checkpointer:
@@ -131,6 +148,7 @@ class Checkpointer:
         self._make_way(step)
         self._pending, known[step] = step, manifest
         args = ocp.args.Composite(**{ITEM: StateSave(leaves, manifest, extra, copy=not wait)})
+        _saving.add(self)
         with self._failures():
             self._manager.save(step, args=args, force=True)
         self._branch.add(step)
@@ -153,8 +171,11 @@ class Checkpointer:
         Raises:
             CheckpointError: a save failed; the cause is chained. Later saves are tried again.
         """
-        with self._failures():
-            self._manager.wait_until_finished()
+        try:
+            with self._failures():
+                self._manager.wait_until_finished()
+        finally:
+            _saving.discard(self)
         if self._pending is not None:
             self._pending, self._failure = None, None
             self._settle()

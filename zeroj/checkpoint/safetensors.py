@@ -52,6 +52,7 @@ def export_safetensors(
     step: int | None = None,
     tag: str | None = None,
     frozen: bool = True,
+    only: Callable[[str], bool] | None = None,
     tied: Mapping[str, str] | None = None,
     names: Callable[[str], str] | None = None,
     shard_bytes: int = SHARD_BYTES,
@@ -68,6 +69,7 @@ def export_safetensors(
         step: which checkpoint; left out, the latest.
         tag: the checkpoint's tag.
         frozen: whether to write leaves that do not train, too.
+        only: a predicate of paths: which leaves to write; left out, all.
         tied: path -> path of the leaf that it equals; it is left out of the file.
         names: path -> name in the file; left out, "/" becomes ".".
         shard_bytes: a file takes no further tensor beyond this size.
@@ -82,7 +84,10 @@ def export_safetensors(
         >>> zj.export_safetensors(state, "exported", "bf16", plan=plan)
     """
     rename = names or (lambda leaf: leaf.replace("/", "."))
-    keep = lambda leaf, trains: (frozen or trains) and leaf not in (tied or {})  # noqa: E731
+
+    def keep(leaf: str, trains: bool) -> bool:
+        return (frozen or trains) and leaf not in (tied or {}) and (only is None or only(leaf))
+
     if isinstance(source, TrainState):
         if plan is None:
             raise CheckpointError(

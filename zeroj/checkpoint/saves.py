@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,24 @@ from zeroj.checkpoint.together import same_tag
 from zeroj.config.batch import BatchSizes
 from zeroj.config.config import Config
 from zeroj.step.holder import StateHolder
+
+
+def warn_of_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Warns of settings that were others when the checkpoint was made: the curve of the run will bend there.
+
+    Args:
+        before: name -> value in the checkpoint; one that lacks a name says nothing of it.
+        now: name -> value here.
+    """
+    changed = [
+        f"{key}: {before[key]} then, {now.get(key)} now" for key in before if before[key] != now.get(key)
+    ]
+    if changed:
+        warnings.warn(
+            "The run goes on with other settings than those that the checkpoint was made with; step counts and "
+            "moments are kept:\n  - " + "\n  - ".join(changed),
+            stacklevel=3,
+        )
 
 
 class Saves(StateHolder):
@@ -66,6 +85,7 @@ class Saves(StateHolder):
             "global_steps": self.global_steps,
             "global_samples": self.global_samples,
             "client_state": dict(client_state or {}),
+            "run": self._run(),
         }
         self._checkpoints(directory).save(
             self.state, self.plan, extra, step=self.global_steps, tag=tag, wait=wait
@@ -103,9 +123,20 @@ class Saves(StateHolder):
             model_state=self.state.model_state,
         )
         if not load_module_only:
+            warn_of_changes(extra.get("run", {}), self._run())
             self.global_steps = int(extra.get("global_steps", int(self.state.step) + int(self.state.skipped)))
             self.global_samples = int(extra.get("global_samples", self.global_steps * self.batch_sizes.train))
         return str(checkpoints.directory), dict(extra.get("client_state", {}))
+
+    def _run(self) -> dict[str, Any]:
+        """What should be the same when the run goes on."""
+        scheduler = self.config.resolved()["scheduler"] or {}
+        params = {f"scheduler.params.{key}": value for key, value in scheduler.get("params", {}).items()}
+        return {
+            "train_batch_size": self.batch_sizes.train,
+            "scheduler.type": scheduler.get("type"),
+            **params,
+        }
 
     def _check_checkpoints(self) -> None:
         """Raises if a save in the background has failed; does not block."""

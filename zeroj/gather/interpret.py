@@ -19,6 +19,7 @@ from zeroj.gather import kept, lazy
 from zeroj.gather.reductions import Reduction, ReductionPlan, Reductions, is_zero, place_reductions
 from zeroj.gather.stacks import Restacked, only_sliced, restack, warn_whole
 from zeroj.gather.tokens import Gather, Gathers
+from zeroj.gather.uniform import Uniform
 
 
 class Interpreter:
@@ -45,6 +46,7 @@ class Interpreter:
         args: Sequence[Any],
         wanted: Reductions,
         reduced: Collection[Any] = (),
+        uniform: Uniform | None = None,
     ) -> list[Any]:
         """Evaluates a program.
 
@@ -53,12 +55,13 @@ class Interpreter:
             args: a value per input, lazy or not.
             wanted: per output the reduction over devices that it needs, or None.
             reduced: inputs that come in reduced.
+            uniform: the program's uniform values; left out, no input is uniform.
 
         Returns:
             A value per output, lazy where the output is made of parameters alone.
         """
         jaxpr = program.jaxpr
-        reductions = place_reductions(jaxpr, wanted, reduced)
+        reductions = place_reductions(jaxpr, wanted, reduced, uniform)
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, program.consts))
         env.update(zip(jaxpr.invars, args, strict=True))
 
@@ -106,14 +109,15 @@ class Interpreter:
         rule = RULES.get(eqn.primitive.name)
         if rule is not None:
             with _compat.source_of(eqn):
-                return rule(self, eqn, operands, inside or [None] * len(eqn.outvars))
+                return rule(self, eqn, operands, inside or [None] * len(eqn.outvars), reductions.uniform)
         called = _compat.called_program(eqn)
         if called is not None:
             with _compat.source_of(eqn):
-                return self.run(called, operands, inside or [None] * len(eqn.outvars))
+                inner = reductions.uniform.of_call(eqn, called.jaxpr)
+                return self.run(called, operands, inside or [None] * len(eqn.outvars), uniform=inner)
         if _params_alone(eqn, operands):
             return list(lazy.apply(eqn, operands))
-        if eqn.primitive.name == "dynamic_slice" and not any(map(lazy.is_lazy, operands[1:])):
+        if eqn.primitive.name == "dynamic_slice" and all(v in reductions.uniform for v in eqn.invars[1:]):
             smaller = lazy.sliced(eqn, operands)
             if smaller is not None:
                 return [smaller]
@@ -141,10 +145,12 @@ class Interpreter:
 #: Equations that are worth waiting for, and with which a reduction can hide.
 COSTLY = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "scan"})
 
-Rule = Callable[[Interpreter, _compat.Eqn, list[Any], Reductions], list[Any]]
+Rule = Callable[[Interpreter, _compat.Eqn, list[Any], Reductions, Uniform], list[Any]]
 
 
-def _scan(self: Interpreter, eqn: _compat.Eqn, operands: list[Any], wanted: Reductions) -> list[Any]:
+def _scan(
+    self: Interpreter, eqn: _compat.Eqn, operands: list[Any], wanted: Reductions, uniform: Uniform
+) -> list[Any]:
     """Layers in a loop: stacks of shards go in, each iteration gathers its own slice.
 
     Parameters that every iteration uses whole (the loop's constants) are gathered once, before it; a stack of
@@ -155,7 +161,8 @@ def _scan(self: Interpreter, eqn: _compat.Eqn, operands: list[Any], wanted: Redu
     xs = operands[nc + nk :]
     staying = [lazy.is_lazy(x) and lazy.sliceable(x) for x in xs]
     warn_whole([x for x, stay in zip(xs, staying, strict=True) if lazy.is_lazy(x) and not stay], eqn)
-    lazy_consts = {i: x for i, x in enumerate(operands[:nc]) if only_sliced(layout.body.jaxpr, i, x)}
+    same = uniform.of_scan(eqn)
+    lazy_consts = {i: x for i, x in enumerate(operands[:nc]) if only_sliced(same, i, x)}
     waiting = [None if i in lazy_consts else x for i, x in enumerate(operands[: nc + nk])]
     ready = self.force(waiting + [None if s else x for x, s in zip(xs, staying, strict=True)])
     consts, init, whole_xs = ready[:nc], ready[nc : nc + nk], ready[nc + nk :]
@@ -178,7 +185,7 @@ def _scan(self: Interpreter, eqn: _compat.Eqn, operands: list[Any], wanted: Redu
         for shard, whole in zip(shards, whole_slices, strict=False):
             inner.gathers.have(lazy.Shard(slices[id(shard.array)], shard.placement, shard.dtype, ""), whole)
         sums = [v for v, r in zip(layout.body.jaxpr.invars[nc : nc + nk], wanted, strict=False) if r]
-        outs = inner.run(layout.body, [*consts, *carry, *args], wanted, sums)
+        outs = inner.run(layout.body, [*consts, *carry, *args], wanted, sums, same)
         origin = {id(piece): stacks[key] for key, piece in slices.items()}
         outside = {id(shard.array) for x in lazy_consts.values() for shard in lazy.shards_of(x)}
         rebuilt[:] = [restack(out, origin, outside) for out in outs[nk:]]
@@ -204,7 +211,9 @@ def _scan(self: Interpreter, eqn: _compat.Eqn, operands: list[Any], wanted: Redu
     return [*carry, *(next(rest) if s is None else s.build(made, layout.length) for s in rebuilt)]
 
 
-def _remat(self: Interpreter, eqn: _compat.Eqn, operands: list[Any], wanted: Reductions) -> list[Any]:
+def _remat(
+    self: Interpreter, eqn: _compat.Eqn, operands: list[Any], wanted: Reductions, uniform: Uniform
+) -> list[Any]:
     """A region that the backward pass recomputes.
 
     Its activations go behind a barrier, as JAX itself does, or XLA would keep the forward's results instead.
@@ -218,7 +227,7 @@ def _remat(self: Interpreter, eqn: _compat.Eqn, operands: list[Any], wanted: Red
         held = self.gathers.hold([operands[i] for i in at_hand])
         for i, value in zip(at_hand, held, strict=True):
             operands[i] = value
-    outs = self.run(called, operands, wanted)
+    outs = self.run(called, operands, wanted, uniform=uniform.of_call(eqn, called.jaxpr))
     self.gathers.leave_region()
     onward = [
         i for i, (v, w) in enumerate(zip(outs, wanted, strict=True)) if w is None and isinstance(v, jax.Array)
@@ -228,7 +237,9 @@ def _remat(self: Interpreter, eqn: _compat.Eqn, operands: list[Any], wanted: Red
     return outs
 
 
-def _whole_first(self: Interpreter, eqn: _compat.Eqn, operands: list[Any], wanted: Reductions) -> list[Any]:
+def _whole_first(
+    self: Interpreter, eqn: _compat.Eqn, operands: list[Any], wanted: Reductions, uniform: Uniform
+) -> list[Any]:
     """Branches and loops whose course may differ between devices: no collective may stand inside them."""
     assert not any(wanted)
     return self.consume(eqn, operands)

@@ -209,7 +209,7 @@ def sliced(eqn: Any, operands: list[Any]) -> Lazy | None:
 
     Args:
         eqn: the equation.
-        operands: its operands: a lazy value, and for a dynamic slice indices that are at hand.
+        operands: its operands: a lazy value, and for a dynamic slice indices on which every device agrees.
 
     Returns:
         The smaller shard; None for an equation that does not slice, or that cuts a sharded dim.

@@ -19,6 +19,7 @@ import numpy as np
 
 from zeroj import _compat
 from zeroj.collectives import plain, quantized
+from zeroj.gather.uniform import Uniform
 from zeroj.plan.rules import Placement
 
 
@@ -71,15 +72,20 @@ class ReductionPlan:
         inside: id of a call or scan equation -> reductions of its sub-program's outputs; that of a scan's carry
             is the reduction of its first value too.
         at_exit: per output, the reduction that could not move into the program.
+        uniform: the values that are the same on every device.
     """
 
     at: dict[Any, Reduction]
     inside: dict[int, list[Reduction | None]]
     at_exit: list[Reduction | None]
+    uniform: Uniform
 
 
 def place_reductions(
-    jaxpr: _compat.Jaxpr, wanted: Reductions, reduced: Collection[Any] = ()
+    jaxpr: _compat.Jaxpr,
+    wanted: Reductions,
+    reduced: Collection[Any] = (),
+    uniform: Uniform | None = None,
 ) -> ReductionPlan:
     """Moves the reductions of a program's outputs as far towards its inputs as they can go.
 
@@ -87,7 +93,9 @@ def place_reductions(
         jaxpr: the program.
         wanted: per output its reduction or None.
         reduced: inputs that are reduced before they come in: carries of a scan.
+        uniform: the program's uniform values; left out, no input is uniform.
     """
+    uniform = Uniform(jaxpr) if uniform is None else uniform
     uses = _uses(jaxpr)
     inputs = {*jaxpr.invars, *jaxpr.constvars}
     blocked = inputs - set(reduced)
@@ -104,8 +112,8 @@ def place_reductions(
     for eqn in reversed(jaxpr.eqns):
         found = [pending.get(var) for var in eqn.outvars]
         if any(found):
-            _move(eqn, found, uses, blocked, pending, inside)
-    return ReductionPlan(pending, inside, at_exit)
+            _move(eqn, found, uses, blocked, uniform, pending, inside)
+    return ReductionPlan(pending, inside, at_exit, uniform)
 
 
 def _move(
@@ -113,18 +121,19 @@ def _move(
     found: list[Reduction | None],
     uses: Counter,
     blocked: Collection[Any],
+    uniform: Uniform,
     pending: dict[Any, Reduction],
     inside: dict[int, list[Reduction | None]],
 ) -> None:
     """Moves the reductions of one equation's outputs to its operands, or into its sub-program."""
     name = eqn.primitive.name
     if name == "scan":
-        inner = _inside_scan(eqn, found, uses, blocked, pending)
+        inner = _inside_scan(eqn, found, uses, blocked, uniform, pending)
         taken = [r is not None for r in inner]
     elif _compat.called_program(eqn) is not None:
         inner, taken = found, [r is not None for r in found]
     else:
-        operands = _through(eqn, found[0]) if len(found) == 1 else None
+        operands = _through(eqn, found[0], uniform) if len(found) == 1 else None
         free = operands and all(
             not isinstance(v, _compat.Literal) and uses[v] == 1 and v not in pending and v not in blocked
             for v in operands
@@ -145,6 +154,7 @@ def _inside_scan(
     found: list[Reduction | None],
     uses: Counter,
     blocked: Collection[Any],
+    uniform: Uniform,
     pending: dict[Any, Reduction],
 ) -> list[Reduction | None]:
     """The reductions that move into a loop's body: of stacked outputs, and of sums of slices.
@@ -163,19 +173,20 @@ def _inside_scan(
         else:
             first = eqn.invars[layout.num_consts + index]
             movable = not isinstance(first, _compat.Literal) and uses[first] == 1 and first not in blocked
-            inner.append(reduction if movable and _adds_slices(layout, index, reduction) else None)
+            body = uniform.of_scan(eqn)
+            inner.append(reduction if movable and _adds_slices(layout, index, reduction, body) else None)
             if inner[-1] is not None:
                 pending[first] = reduction
     return inner
 
 
-def _adds_slices(layout: _compat.ScanLayout, index: int, reduction: Reduction) -> bool:
+def _adds_slices(layout: _compat.ScanLayout, index: int, reduction: Reduction, uniform: Uniform) -> bool:
     """Whether a loop's body does nothing with a carry but add to it what has fewer elements."""
     jaxpr = layout.body.jaxpr
     carry = jaxpr.invars[layout.num_consts + index]
     wanted: list[Reduction | None] = [None] * len(jaxpr.outvars)
     wanted[index] = reduction
-    placed = place_reductions(jaxpr, wanted, [carry])
+    placed = place_reductions(jaxpr, wanted, [carry], uniform)
     if carry not in placed.at or placed.at_exit[index] is not None or placed.inside:
         return False
     made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
@@ -190,7 +201,7 @@ def is_zero(eqn: _compat.Eqn) -> bool:
     return not np.any(np.asarray(eqn.invars[0].val))
 
 
-def _through(eqn: _compat.Eqn, reduction: Reduction | None) -> dict[Any, Reduction] | None:
+def _through(eqn: _compat.Eqn, reduction: Reduction | None, uniform: Uniform) -> dict[Any, Reduction] | None:
     """The reductions of the operands that together equal the reduction of the result, where there are any."""
     if reduction is None:
         return None
@@ -205,7 +216,7 @@ def _through(eqn: _compat.Eqn, reduction: Reduction | None) -> dict[Any, Reducti
         return {eqn.invars[0]: reduction}
     if name == "pad" and _pads_whole_dims(eqn, reduction):
         return _resized(reduction, eqn.invars[:1])
-    if name == "dynamic_update_slice":
+    if name == "dynamic_update_slice" and all(v in uniform for v in eqn.invars[2:]):
         return _resized(reduction, eqn.invars[:2])
     return None
 

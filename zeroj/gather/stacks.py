@@ -12,6 +12,7 @@ import jax
 
 from zeroj import _compat
 from zeroj.gather import lazy
+from zeroj.gather.uniform import Uniform
 
 
 @dataclass(frozen=True)
@@ -58,25 +59,26 @@ def restack(out: Any, origin: Mapping[int, lazy.Shard], outside: Collection[int]
     return Restacked(out, known, tuple(shard for shard in shards if shard not in known))
 
 
-def only_sliced(jaxpr: _compat.Jaxpr, index: int, value: Any) -> bool:
-    """Whether a loop's body takes nothing but smaller slices of one of its constants.
+def only_sliced(body: Uniform, index: int, value: Any) -> bool:
+    """Whether a loop's body takes nothing but smaller slices of a constant, the same ones on every device.
 
     Args:
-        jaxpr: the body.
+        body: the body, with its uniform values.
         index: of the constant.
         value: what is passed for it.
     """
     if not isinstance(value, lazy.Shard):
         return False
-    var = jaxpr.invars[index]
+    var = body.jaxpr.invars[index]
 
     def slices(eqn: _compat.Eqn) -> bool:
-        if eqn.primitive.name != "dynamic_slice" or var in eqn.invars[1:]:
+        if eqn.primitive.name != "dynamic_slice" or not all(v in body for v in eqn.invars[1:]):
             return False
         shape = eqn.outvars[0].aval.shape
         return math.prod(shape) < value.size and value.placement.resized(shape) is not None
 
-    return var not in jaxpr.outvars and all(slices(eqn) for eqn in jaxpr.eqns if var in eqn.invars)
+    users = [eqn for eqn in body.jaxpr.eqns if any(v is var for v in eqn.invars)]
+    return all(v is not var for v in body.jaxpr.outvars) and all(map(slices, users))
 
 
 def warn_whole(stacks: list[Any], eqn: _compat.Eqn) -> None:

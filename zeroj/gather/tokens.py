@@ -58,8 +58,8 @@ class Gathers:
         self._in_bucket = 0
         self._opens = False
         self._unheld = 0
+        self._outer: list[tuple[bool, float]] = []
         self._in_region = False
-        self._outer_reuse = reuse
         self._whole: dict[tuple[int, str], tuple[int, Shard, jax.Array]] = {}
         self.kept: Kept = {}
 
@@ -129,8 +129,8 @@ class Gathers:
                 together), otherwise bucket by bucket.
             max_live: in elements.
         """
+        self._outer.append((self._in_region, self.reuse))
         self._in_region = True
-        self._outer_reuse = self.reuse
         if self.reuse != math.inf:
             self.reuse, self._whole = max_live, {}
         if shards:
@@ -141,8 +141,7 @@ class Gathers:
 
     def leave_region(self) -> None:
         """Ends the region: nothing that it gathered is used again."""
-        self._in_region = False
-        self.reuse = self._outer_reuse
+        self._in_region, self.reuse = self._outer.pop()
         if self.reuse != math.inf:
             self._whole = {}
         if self._total:

@@ -101,9 +101,17 @@ class _Stream:
             self._write(*pending.popleft())
         for index, value in later.items():
             self._replace(index, value, None)
+        self._settle()
         end = self.inner_at + len(self.plan.state_leaves)
         masters = self.values[: self.count] if self.plan.has_master else self.params
         return Arrays(self.params, masters, self.values[self.inner_at : end])
+
+    def _settle(self) -> None:
+        """Keeps params that were written in pieces where they live: XLA may choose another place for the whole."""
+        for j, leaf in enumerate(self.live):
+            if not leaf.param_memory:
+                place = self.plan.sharding(self.plan.param_placement(leaf))
+                self.params[j] = jax.lax.with_sharding_constraint(self.params[j], place)
 
     def _make_room(self, piece: Piece, pending: deque[tuple[Piece, dict[int, Any]]]) -> None:
         """Writes back what was updated, and holds the reads of ``piece`` until it was."""

@@ -223,7 +223,9 @@ def own_rows(plan: Plan, rows: int) -> slice:
 
 
 def _uncounted(arrays: dict[str, np.ndarray], counts: np.ndarray) -> dict[str, np.ndarray]:
-    """Rows that only fill up lose their labels."""
+    """Rows that only fill up lose their labels; to predict, there need be none."""
+    if "labels" not in arrays:
+        return arrays
     labels = arrays["labels"].copy()
     labels[~counts] = np.nan if labels.dtype.kind == "f" else -100
     return arrays | {"labels": labels}

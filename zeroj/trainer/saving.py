@@ -101,18 +101,12 @@ def rotate(trainer: Any, room: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def export_model(trainer: Any, folder: pathlib.Path, dtype: Any) -> list[pathlib.Path]:
+def export_model(trainer: Any, folder: pathlib.Path, dtype: Any, only: Any) -> list[pathlib.Path]:
     """See :meth:`zeroj.Trainer.save_model`."""
     engine, model = trainer.engine, trainer.model
     half = engine.plan.precision.name if engine.plan.precision.half else None
-    ties = getattr(model.source, "tied_tensors", None)
     files = export_safetensors(
-        engine.state,
-        folder,
-        dtype or half,
-        plan=engine.plan,
-        names=model.names,
-        tied=ties() if ties else None,
+        engine.state, folder, dtype or half, plan=engine.plan, names=model.names, only=only
     )
     if jax.process_index() == 0:
         _write_config(model.source, folder, dtype or half)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh
@@ -17,14 +15,16 @@ from jax.sharding import Mesh
 from zeroj.engine import Engine
 from zeroj.errors import ConfigError
 from zeroj.plan.mesh import make_mesh, zero_axes_of
-from zeroj.trainer import building, evaluation, loop
+from zeroj.trainer import building, evaluation, generation, loop
 from zeroj.trainer.arguments import TrainingArguments
 from zeroj.trainer.callbacks import CallbackHandler, DefaultFlowCallback
 from zeroj.trainer.collate import PaddingCollator
 from zeroj.trainer.data import Loader, Shape, is_sized, kept_columns, updates_per_epoch
 from zeroj.trainer.models import as_model
+from zeroj.trainer.movement import MovementCallback
 from zeroj.trainer.progress import PlotCallback, ProgressCallback
 from zeroj.trainer.reporting import ReportCallback
+from zeroj.trainer.results import Results
 from zeroj.trainer.saving import export_model, newest_checkpoint
 from zeroj.trainer.state import STATE_FILE, TrainerControl, TrainerState
 from zeroj.trainer.steps import Losses
@@ -39,7 +39,7 @@ class TrainOutput(NamedTuple):
     metrics: dict[str, float]
 
 
-class Trainer:
+class Trainer(Results):
     """Trains a model under a ds_config.json.
 
     Args:
@@ -110,6 +110,7 @@ class Trainer:
         self.schedule: optax.Schedule | None = None
         self._engine: Engine | None = None
         self._evaluation: evaluation.Programs | None = None
+        self.decoders: dict[Any, Callable[..., Any]] = {}
         self.callbacks = CallbackHandler([DefaultFlowCallback, *(callbacks or [])])
         self._call("on_init_end")
 
@@ -125,10 +126,6 @@ class Trainer:
     def add_callback(self, callback: Any) -> None:
         """Adds a callback, or a class of one."""
         self.callbacks.add(callback)
-
-    def is_world_process_zero(self) -> bool:
-        """Whether this process writes logs."""
-        return jax.process_index() == 0
 
     @property
     def train_shape(self) -> Shape:
@@ -248,8 +245,33 @@ class Trainer:
         self._call("on_predict", metrics=output.metrics)
         return output
 
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int = 32,
+        temperature: float = 0.0,
+        eos_token_id: int | None = None,
+        seed: int = 0,
+    ) -> list[list[int]]:
+        """Continues prompts with the present params, under any stage. Every process must call it.
+
+        Args:
+            prompts: token ids, of any lengths.
+            max_new_tokens: how many tokens to add; a fixed number of rounds, so that devices stay in step.
+            temperature: divides the logits before a token is drawn; 0 takes the likeliest.
+            eos_token_id: a token that ends its text.
+            seed: seed of the draws.
+
+        Returns:
+            The prompts with what was added, whole on every host.
+        """
+        return generation.generate(self, prompts, max_new_tokens, temperature, eos_token_id, seed)
+
     def save_model(
-        self, output_dir: str | os.PathLike[str] | None = None, dtype: Any = None
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        dtype: Any = None,
+        only: Callable[[str], bool] | None = None,
     ) -> list[pathlib.Path]:
         """Writes the params as safetensors, and the model's config. Every process must call it.
 
@@ -258,43 +280,18 @@ class Trainer:
         Args:
             output_dir: the folder; left out, the run's.
             dtype: "fp32", "bf16" or "fp16"; left out, the dtype of computation, as DeepSpeed's 16-bit weights.
+            only: a predicate of paths: which leaves to write; left out, all.
 
         Returns:
             The safetensors files.
         """
-        return export_model(self, pathlib.Path(output_dir or str(self.args.output_dir)), dtype)
-
-    def save_state(self) -> None:
-        """Writes trainer_state.json into output_dir."""
-        if self.is_world_process_zero():
-            folder = pathlib.Path(str(self.args.output_dir))
-            folder.mkdir(parents=True, exist_ok=True)
-            self.state.save_to_json(folder / STATE_FILE)
+        return export_model(self, pathlib.Path(output_dir or str(self.args.output_dir)), dtype, only)
 
     def log(self, logs: dict[str, Any]) -> None:
         """Adds numbers to the log history, and tells the callbacks."""
         logs = {**logs, "epoch": round(self.state.epoch, 6)}
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self._call("on_log", logs=logs)
-
-    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
-        """Prints metrics as a table; on process 0."""
-        if self.is_world_process_zero():
-            print(f"***** {split} metrics *****")
-            width = max((len(name) for name in metrics), default=0)
-            for name, value in sorted(metrics.items()):
-                print(
-                    f"  {name:<{width}} = {value:.4f}"
-                    if isinstance(value, float)
-                    else f"  {name:<{width}} = {value}"
-                )
-
-    def save_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
-        """Writes metrics to ``{split}_results.json`` in output_dir; on process 0."""
-        if self.is_world_process_zero():
-            folder = pathlib.Path(str(self.args.output_dir))
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{split}_results.json").write_text(json.dumps(dict(metrics), indent=2, sort_keys=True))
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -313,6 +310,8 @@ class Trainer:
             )
         if self.args.reporters and ReportCallback not in kinds:
             self.add_callback(ReportCallback())
+        if MovementCallback not in kinds:
+            self.add_callback(MovementCallback())
         if PlotCallback not in kinds:
             self.add_callback(PlotCallback())
 

@@ -112,7 +112,10 @@ def check(case: Case) -> None:
         "norms": oracle.distance(found.norms[finite], wanted.norms[finite]),
         "params": oracle.distance(found.params, wanted.params),
     }
-    assert max(apart.values()) <= 1e-6, apart
+    # A gradient that waits in host memory is a bf16 number; one that stays on the device may keep the digits of
+    # the fp32 sum that XLA:CPU makes of it. They are one unit in the last place of bf16 apart.
+    rounded = case.params and case.precision != "fp32" and case.accumulation == 1
+    assert max(apart.values()) <= (2**-8 if rounded else 1e-6), apart
 
 
 @pytest.mark.parametrize("case", COVER, ids=name)

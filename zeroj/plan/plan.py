@@ -104,6 +104,10 @@ class Plan:
         """Where the reduced gradient lives."""
         return leaf.placement if self.stage.grads else leaf.placement.whole()
 
+    def gradient_memory(self, leaf: ParamLeaf) -> str:
+        """Where a whole step's gradient of one micro-batch waits for the update: with its param and its state."""
+        return leaf.param_memory if leaf.param_memory == leaf.state_memory else ""
+
     def master_placement(self, leaf: ParamLeaf) -> Placement:
         """Where what the optimizer updates lives: the fp32 master, or the param that is its own master."""
         placement = self.state_placement(leaf)

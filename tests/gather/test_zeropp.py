@@ -118,7 +118,13 @@ def story(stacked: bool, remat: bool, folder: Any, **zero: Any) -> dict[str, np.
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stacked", "remat"), [(False, False), (True, True)], ids=["unrolled", "scan-remat"])
+@pytest.mark.parametrize(
+    ("stacked", "remat"),
+    [
+        pytest.param(True, True, id="scan-remat"),
+        pytest.param(False, False, id="unrolled", marks=pytest.mark.full),
+    ],
+)
 def test_hpz_is_plain_stage_3_at_every_step(stacked: bool, remat: bool, tmp_path: Any) -> None:
     wanted = story(stacked, remat, tmp_path / "plain")
     found = story(stacked, remat, tmp_path / "hpz", **HPZ)
@@ -209,7 +215,7 @@ def test_every_path_gives_the_compute_dtype_and_no_other_half(precision: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16", marks=pytest.mark.full)])
 def test_all_three_train_in_half_precision_with_accumulation_and_clipping(precision: str) -> None:
     """The loss falls as it does at plain stage 3, and an overflow is seen through the quantiser."""
     ends = []

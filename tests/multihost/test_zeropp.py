@@ -16,7 +16,12 @@ WITHIN = {"hpZ": 1e-6, "all": 1e-3}
 
 
 @pytest.mark.parametrize(
-    ("count", "form"), [(2, "all"), (4, "all"), pytest.param(2, "hpZ", marks=pytest.mark.full)]
+    ("count", "form"),
+    [
+        (2, "all"),
+        pytest.param(4, "all", marks=pytest.mark.full),
+        pytest.param(2, "hpZ", marks=pytest.mark.full),
+    ],
 )
 def test_processes_as_nodes_train_as_one_process(count: int, form: str, tmp_path: Path) -> None:
     together = run_processes(tmp_path, form, count, worker="tests.multihost.zeropp_worker")

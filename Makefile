@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export JAX_PLATFORMS ?=
 WORKERS ?= 2
 
-.PHONY: demo test test-fast test-all bench gpu-check lint format clean
+.PHONY: demo test test-fast test-hf test-all bench gpu-check lint format clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -37,11 +37,16 @@ format: $(VENV)/.installed
 	$(BIN)/ruff format .
 
 test: $(VENV)/.installed-aot lint
-	JAX_PLATFORMS=cpu $(BIN)/pytest -n $(WORKERS) -m "not full"
+	JAX_PLATFORMS=cpu $(BIN)/pytest -n $(WORKERS) -m "not full and not hf"
 	PYTHON=$(PYTHON) BIN=$(BIN) bash tests/other_python.sh
 
 test-fast: $(VENV)/.installed
-	JAX_PLATFORMS=cpu $(BIN)/pytest -n $(WORKERS) -m "not full and not slow"
+	JAX_PLATFORMS=cpu $(BIN)/pytest -n $(WORKERS) -m "not full and not slow and not hf"
+
+# Against PyTorch and transformers themselves: a large download, which is why `test` compares with their files.
+test-hf: $(VENV)/.installed
+	$(BIN)/pip install -q -e '.[hf]'
+	JAX_PLATFORMS=cpu $(BIN)/pytest tests/hf
 
 test-all: $(VENV)/.installed-aot
 	JAX_PLATFORMS=cpu $(BIN)/pytest -n $(WORKERS)

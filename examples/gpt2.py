@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from llama import attend
 
 import zeroj as zj
 
@@ -105,8 +106,7 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
         b, t, d = x.shape
         q, k, v = (y.reshape(b, t, self.heads, -1) for y in jnp.split(self.c_attn(x), 3, axis=-1))
-        y = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True)
-        return self.c_proj(y.reshape(b, t, d))
+        return self.c_proj(attend(q, k, v, mask).reshape(b, t, d))
 
 
 class MLP(nnx.Module):
@@ -165,8 +165,7 @@ class GPT2(nnx.Module):
         position_ids: jax.Array | None = None,
     ) -> jax.Array:
         positions = jnp.arange(input_ids.shape[1]) if position_ids is None else position_ids
-        mask = None if attention_mask is None else attention_mask[:, None, None, :].astype(bool)
-        return self.transformer(input_ids, mask, positions) @ self.transformer.wte.weight[...].T
+        return self.transformer(input_ids, attention_mask, positions) @ self.transformer.wte.weight[...].T
 
     def gradient_checkpointing_enable(self) -> None:
         """Recompute each layer in the backward pass."""

@@ -177,8 +177,7 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array, turn: tuple[jax.Array, jax.Array], mask: jax.Array | None) -> jax.Array:
         b, t, _ = x.shape
         q, k, v = (p(x).reshape(b, t, -1, self.width) for p in (self.q_proj, self.k_proj, self.v_proj))
-        y = jax.nn.dot_product_attention(rotated(q, turn), rotated(k, turn), v, mask=mask, is_causal=True)
-        return self.o_proj(y.reshape(b, t, -1))  # y: (B, T, H, E)
+        return self.o_proj(attend(rotated(q, turn), rotated(k, turn), v, mask).reshape(b, t, -1))
 
 
 class MLP(nnx.Module):
@@ -244,8 +243,7 @@ class Llama(nnx.Module):
         position_ids: jax.Array | None = None,
     ) -> jax.Array:
         positions = jnp.arange(input_ids.shape[1])[None] if position_ids is None else position_ids
-        mask = None if attention_mask is None else attention_mask[:, None, None, :].astype(bool)
-        x = self.model(input_ids, angles(self.config, positions), mask)
+        x = self.model(input_ids, angles(self.config, positions), attention_mask)
         return (
             x @ self.model.embed_tokens.weight[...].T if self.config.tie_word_embeddings else self.lm_head(x)
         )
@@ -258,6 +256,21 @@ class Llama(nnx.Module):
     def tensor_name(path: str) -> str:
         """A leaf's name in the files."""
         return path.removesuffix("/value").replace("/", ".")
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """Causal attention of q (B, T, H, E) over k and v (B, T, K, E), with scores in fp32; (B, T, H, E).
+
+    ``mask`` (B, T) has ones for the positions to look at; None for all.
+    """
+    b, t, h, e = q.shape
+    groups = q.reshape(b, t, k.shape[2], -1, e)
+    scores = jnp.einsum("btkge,bske->bkgts", groups, k, preferred_element_type=jnp.float32) / math.sqrt(e)
+    seen = jnp.tril(jnp.ones((t, t), bool))[None]
+    seen = seen if mask is None else seen & mask[:, None, :].astype(bool)
+    scores = jnp.where(seen[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    shares = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("bkgts,bske->btkge", shares, v).reshape(b, t, h, e)
 
 
 def angles(config: LlamaConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import ctypes
+import functools
 import importlib.util
 import re
 import sys
@@ -237,6 +239,11 @@ def executable_text(executable: Any) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
+def is_on_host(value: Any) -> bool:
+    """Whether a traced array lives in host memory."""
+    return getattr(jax.typeof(value), "memory_space", None) == jax.memory.Space.Host
+
+
 def before_shutdown(callback: Callable[[], None]) -> None:
     """Has a function called when the main thread ends, while threads can still be started and waited for.
 
@@ -256,6 +263,21 @@ def before_shutdown(callback: Callable[[], None]) -> None:
 
 async def _in_line(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], Any] | None:
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError, TypeError):  # another C library than glibc
+        return None
+
+
+def give_back_memory() -> None:
+    """Returns what the C library holds of freed memory to the system; where it cannot, does nothing."""
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
 
 
 def is_tracer(value: Any) -> bool:

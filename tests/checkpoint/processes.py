@@ -21,11 +21,16 @@ def child(folder: pathlib.Path, mode: str, *arguments: Any) -> subprocess.Popen[
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
 
 
-def pair(folder: pathlib.Path, mode: str, *arguments: Any) -> list[subprocess.Popen[str]]:
-    """Two processes of four devices each, over gloo."""
+def free_port() -> int:
+    """A port that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+        return probe.getsockname()[1]
+
+
+def pair(folder: pathlib.Path, mode: str, *arguments: Any) -> list[subprocess.Popen[str]]:
+    """Two processes of four devices each, over gloo."""
+    port = free_port()
     return [child(folder, mode, "--port", port, "--process", i, *arguments) for i in range(2)]
 
 

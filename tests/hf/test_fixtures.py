@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import pathlib
 import sys
@@ -16,21 +16,15 @@ from flax import nnx
 import zeroj as zj
 from tests.hf.rows import rows
 
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent.parent / "examples"))
 FOLDER = pathlib.Path(__file__).parent / "fixtures"
-EXAMPLES = pathlib.Path(__file__).parent.parent.parent / "examples"
 TOLERANCE = 1e-4
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 def example(name: str) -> Any:
     """An example's module."""
-    if f"example_{name}" not in sys.modules:
-        spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[f"example_{name}"] = module
-        spec.loader.exec_module(module)
-    return sys.modules[f"example_{name}"]
+    return importlib.import_module(name)
 
 
 def load(name: str, **changes: Any) -> Any:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import pathlib
-import sys
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +11,7 @@ from flax import nnx
 
 import zeroj as zj
 from tests.hf.rows import rows
-from tests.hf.test_fixtures import EXAMPLES, FOLDER, example, load, logits_of
+from tests.hf.test_fixtures import FOLDER, example, load, logits_of
 from zeroj.checkpoint.tensor_file import read_header
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
@@ -63,13 +61,8 @@ def test_adapters_train_alone_and_merge(tmp_path: pathlib.Path) -> None:
     np.testing.assert_array_equal(kept, theirs[("model", "norm", "weight")].get_value())
 
 
-def tokens_module() -> Any:
-    sys.path.insert(0, str(EXAMPLES))
-    return example("tokens")
-
-
 def test_what_is_learnt_of_a_line(tmp_path: pathlib.Path) -> None:
-    tokens = tokens_module()
+    tokens = example("tokens")
     file = tmp_path / "data.jsonl"
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
     lines = [{"text": "ab"}, {"prompt": "a", "completion": "b"}, {"messages": chat}]

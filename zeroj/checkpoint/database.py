@@ -16,6 +16,7 @@ import numpy as np
 import tensorstore as ts
 from jax.sharding import SingleDeviceSharding
 
+from zeroj import _compat
 from zeroj.checkpoint.arrays import ArraySpec, Piece, Target, clip, padded
 from zeroj.errors import CheckpointError
 from zeroj.spill.tier import SpilledArray
@@ -84,14 +85,22 @@ def read(folder: str, targets: Sequence[Target]) -> Iterator[Any]:
     """
     context = _context()
     remaining, waiting = deque(targets), deque[_Reading]()
-    in_flight = 0
+    in_flight = freed = 0
     while remaining or waiting:
         while remaining and (not waiting or in_flight < IN_FLIGHT_BYTES):
             waiting.append(_Reading(folder, remaining.popleft(), context))
             in_flight += waiting[-1].nbytes
         reading = waiting.popleft()
         in_flight -= reading.nbytes
-        yield reading.result()
+        placed = reading.result()
+        freed += reading.nbytes
+        del reading
+        if (
+            freed > IN_FLIGHT_BYTES
+        ):  # buffers of many sizes come and go: glibc would keep a third of a large state
+            _compat.give_back_memory()
+            freed = 0
+        yield placed
 
 
 class StoredArray:

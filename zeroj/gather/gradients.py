@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from zeroj import _compat
 from zeroj.collectives.plain import total
 from zeroj.errors import PlanError
 from zeroj.gather import loss as losses
@@ -97,6 +99,7 @@ def gradients(
     view: View,
     accumulation: int = 1,
     has_aux: bool = False,
+    host: bool = False,
 ) -> Gradients:
     """The gradient of the mean over the global batch, times ``scale``, in the layout of ``plan.grads``.
 
@@ -111,13 +114,15 @@ def gradients(
         view: what the loss sees of the batch.
         accumulation: micro-batches per device, run one after the other.
         has_aux: whether the loss must return (loss, aux).
+        host: whether gradients of leaves whose param and state are in host memory go there as they are made, in
+            the dtype in which they arise. Sums over micro-batches stay on the device.
     """
     leaves = check_params(plan, params)
     check_batch(plan, batch, accumulation)
     rng = jax.random.key(0) if rng is None else rng
 
     def program(*args: Any) -> tuple[Any, list[jax.Array]]:
-        return _program(loss_fn, plan, view, args, accumulation, has_aux)
+        return _program(loss_fn, plan, view, args, accumulation, has_aux, host and accumulation == 1)
 
     placements = [plan.grad_placement(leaf) for leaf in plan.leaves if leaf.trainable]
     args = (leaves, batch, rng, jnp.asarray(scale, jnp.float32), model_state)
@@ -132,6 +137,7 @@ def _program(
     args: tuple[Any, ...],
     accumulation: int,
     has_aux: bool,
+    host: bool,
 ) -> tuple[Any, list[jax.Array]]:
     """Micro-batches one after the other, then what is left to reduce."""
     leaves, batch, rng, scale, before = args
@@ -155,6 +161,9 @@ def _program(
     # Groups that hold the same state add their gradients once, after the last micro-batch.
     later = plan.replica_axes if at_once and accumulation > 1 and view.axes else ()
     reductions = [view.reduction(leaf, later) for leaf in live]
+    if host:
+        kinds = [plan.gradient_memory(leaf) for leaf in live]
+        reductions = [replace(r, placement=r.placement.at(k)) for r, k in zip(reductions, kinds, strict=True)]
     keeps = any(plan.param_placement(leaf).wire.kept for leaf in plan.leaves)
     heads = len(jax.tree.leaves(out_shape))
     wanted = [None] * heads + (reductions if at_once else [None] * len(live))
@@ -165,16 +174,20 @@ def _program(
         values = [*lazy_leaves(plan, leaves), *jax.tree.leaves(micro), key, scale, *jax.tree.leaves(state)]
         outs = walker.force(walker.run(traced, values, wanted))
         head = jax.tree.unflatten(jax.tree.structure(out_shape), outs[:heads])
-        wide = [
-            g.astype(plan.precision.accumulator(x.dtype)) for g, x in zip(outs[heads:], live, strict=True)
-        ]
+        made = [r.away(g) for r, g in zip(reductions, outs[heads:], strict=True)]
+        wide = [_widened(g, plan.precision.accumulator(x.dtype)) for g, x in zip(made, live, strict=True)]
         return head, wide, walker.gathers.token()
 
     head, grads, token = accumulate(one, batches, keys, state, accumulation, view.axes, keeps)
     if not at_once:
         grads = [r(g) for r, g in zip(reductions, grads, strict=True)]
     grads = [total(g, later) for g in grads]
-    grads = [g.astype(plan.precision.gradient(x.dtype)) for g, x in zip(grads, live, strict=True)]
+    grads = [_widened(g, plan.precision.gradient(x.dtype)) for g, x in zip(grads, live, strict=True)]
     loss, weight, aux = over_devices(head, view.axes, view.degree)
     after = carried.leave(before, head.model_state, view.axes, view.degree)
     return (loss, weight, aux, after, token), grads
+
+
+def _widened(grad: jax.Array, dtype: Any) -> jax.Array:
+    """A gradient in ``dtype``; one in host memory as it is, to be cast where it is used."""
+    return grad if _compat.is_on_host(grad) else grad.astype(dtype)

@@ -80,7 +80,8 @@ class Interpreter:
             for var in last.get(index, ()):
                 env.pop(var, None)
         outs = [read(v) for v in jaxpr.outvars]
-        return [self._reduced(out, r) for out, r in zip(outs, reductions.at_exit, strict=True)]
+        outs = [self._reduced(out, r) for out, r in zip(outs, reductions.at_exit, strict=True)]
+        return [out if w is None else w.away(out) for out, w in zip(outs, wanted, strict=True)]
 
     def _reduced(self, value: Any, reduction: Reduction | None) -> Any:
         """A gradient summed over devices; any other value as it is."""

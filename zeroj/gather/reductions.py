@@ -59,6 +59,12 @@ class Reduction:
             shape[dim] //= jax.lax.axis_size(axes)
         return jnp.zeros(shape, dtype)
 
+    def away(self, value: Any) -> Any:
+        """A sum in the memory where it is kept: on the host, it leaves the device as soon as it is made."""
+        if not self.placement.memory or not isinstance(value, jax.Array) or _compat.is_on_host(value):
+            return value
+        return jax.device_put(value, jax.memory.Space.Host)
+
 
 Reductions = Sequence[Reduction | None]
 
@@ -174,10 +180,16 @@ def _inside_scan(
             first = eqn.invars[layout.num_consts + index]
             movable = not isinstance(first, _compat.Literal) and uses[first] == 1 and first not in blocked
             body = uniform.of_scan(eqn)
-            inner.append(reduction if movable and _adds_slices(layout, index, reduction, body) else None)
+            moves = movable and _adds_slices(layout, index, reduction, body)
+            inner.append(_here(reduction) if moves else None)
             if inner[-1] is not None:
-                pending[first] = reduction
+                pending[first] = _here(reduction)
     return inner
+
+
+def _here(reduction: Reduction) -> Reduction:
+    """The same, its result kept on the device."""
+    return replace(reduction, placement=reduction.placement.at(""))
 
 
 def _adds_slices(layout: _compat.ScanLayout, index: int, reduction: Reduction, uniform: Uniform) -> bool:
@@ -205,6 +217,7 @@ def _through(eqn: _compat.Eqn, reduction: Reduction | None, uniform: Uniform) ->
     """The reductions of the operands that together equal the reduction of the result, where there are any."""
     if reduction is None:
         return None
+    reduction = _here(reduction)  # what is still worked on stays on the device
     name = eqn.primitive.name
     if name == "transpose":
         inverse = np.argsort(eqn.params["permutation"])

@@ -31,13 +31,14 @@ def streamed(
     grads: list[jax.Array],
     applied: jax.Array | None,
     extra: dict[str, Any],
+    finish: Callable[[jax.Array], jax.Array] | None = None,
 ) -> Arrays:
     """The update of a plan that keeps optimizer state in host memory; see :func:`zeroj.optimizer.update.updated`.
 
     Every array of host memory that the update needs is read once and written once, unless the transformation
     mixes leaves after it has used its state: what it mixes is then read before, too.
     """
-    return _Stream(tx, plan, arrays, grads, applied, extra).run()
+    return _Stream(tx, plan, arrays, grads, applied, extra, finish).run()
 
 
 class _Stream:
@@ -51,8 +52,11 @@ class _Stream:
         grads: list[jax.Array],
         applied: jax.Array | None,
         extra: dict[str, Any],
+        finish: Callable[[jax.Array], jax.Array] | None,
     ) -> None:
         self.plan = plan
+        self.finish = finish or (lambda grad: grad)
+        self.away = [_compat.is_on_host(grad) for grad in grads]
         self.live = [leaf for leaf in plan.leaves if leaf.trainable]
         self.params = list(arrays.params)
         self.numbers = [n for n, leaf in enumerate(plan.leaves) if leaf.trainable]
@@ -147,7 +151,10 @@ class _Stream:
             value = self._get(index)
             if piece is not None and piece.cut and index in self.split.inputs[piece.group]:
                 value = jax.lax.dynamic_slice_in_dim(value, piece.start, piece.cut.size, piece.cut.dim)
-            return jax.device_put(value, jax.memory.Space.Device) if self._memory(index) else value
+            if not self._memory(index):
+                return value
+            value = jax.device_put(value, jax.memory.Space.Device)
+            return self.finish(value) if self.count <= index < self.inner_at else value
 
         return read
 
@@ -193,6 +200,8 @@ class _Stream:
         """The memory kind of an input, or empty."""
         if index < self.count:
             return self.plan.master_placement(self.live[index]).memory
+        if index < self.inner_at:
+            return self.live[index - self.count].state_memory if self.away[index - self.count] else ""
         place = index - self.inner_at
         if 0 <= place < len(self.plan.state_leaves):
             return self.plan.state_leaves[place].placement.memory
@@ -212,10 +221,12 @@ class _Stream:
         grads = [plan.grad_placement(x).padded for x in live]
         inner = [s.placement.padded for s in plan.state_leaves]
         shapes = [*masters, *grads, *inner]
-        rest = self.values[len(shapes) :]
-        return [
-            jax.ShapeDtypeStruct(shape, v.dtype) for shape, v in zip(shapes, self.values, strict=False)
-        ] + [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in rest]
+        shapes += [v.shape for v in self.values[len(shapes) :]]
+        dtypes = [v.dtype for v in self.values]
+        for j, leaf in enumerate(live):
+            if self.away[j]:  # what `finish` makes of it
+                dtypes[self.count + j] = plan.precision.seen(leaf.dtype)
+        return [jax.ShapeDtypeStruct(*pair) for pair in zip(shapes, dtypes, strict=True)]
 
 
 def _put(old: jax.Array, new: jax.Array, piece: Piece | None) -> jax.Array:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from zeroj import _compat
 from zeroj.collectives import plain
 from zeroj.plan.plan import ParamLeaf, Plan
 from zeroj.plan.rules import Placement
@@ -147,13 +148,8 @@ def as_params(plan: Plan, leaves: list[ParamLeaf], shards: list[jax.Array]) -> l
 
 def on_device(value: jax.Array, placement: Placement) -> jax.Array:
     """A stored array, brought to the device if it lives elsewhere."""
-    return jax.device_put(value, jax.memory.Space.Device) if _is_host(value, placement) else value
-
-
-def _is_host(value: jax.Array, placement: Placement) -> bool:
-    return (
-        bool(placement.memory) and getattr(jax.typeof(value), "memory_space", None) == jax.memory.Space.Host
-    )
+    away = placement.memory and _compat.is_on_host(value)
+    return jax.device_put(value, jax.memory.Space.Device) if away else value
 
 
 def master_view(plan: Plan, leaf: ParamLeaf, value: jax.Array) -> jax.Array:

@@ -125,6 +125,7 @@ def apply_gradients(
     params: Any,
     *,
     applied: jax.Array | None = None,
+    finish: Callable[[jax.Array], jax.Array] | None = None,
     **extra: Any,
 ) -> tuple[Any, ZeroOptState]:
     """One update. Returns the new stored params and the new state.
@@ -137,6 +138,7 @@ def apply_gradients(
         params: stored params.
         applied: bool scalar; where it is False everything stays as it is, bit for bit. Selected on shards, before
             whole params are gathered from them. Left out, the update is always made.
+        finish: what is still to be done with a gradient that is in host memory, once it is on the device.
         **extra: passed on to ``tx.update``.
     """
     flat_params = plan.treedef.flatten_up_to(params)
@@ -145,8 +147,11 @@ def apply_gradients(
     flat_grads = plan.treedef.flatten_up_to(grads)
     inner = plan.state_treedef.flatten_up_to(state.inner)
     arrays = Arrays([flat_params[i] for i in live], [masters[i] for i in live], inner)
-    update = streamed if plan.streams else at_once
-    new = update(tx, plan, arrays, [flat_grads[i] for i in live], applied, extra)
+    live_grads = [flat_grads[i] for i in live]
+    if plan.streams:
+        new = streamed(tx, plan, arrays, live_grads, applied, extra, finish)
+    else:
+        new = at_once(tx, plan, arrays, live_grads, applied, extra)
     for i, value in zip(live, new.params, strict=True):
         flat_params[i] = value
     master = unflatten(plan, new.masters) if plan.has_master else ()

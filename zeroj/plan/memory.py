@@ -71,7 +71,7 @@ def memory_report(plan: Plan) -> MemoryReport:
         if plan.has_master
         else [],
         "opt_state": [(leaf.placement, leaf.dtype) for leaf in plan.state_leaves],
-        "grads": [(plan.grad_placement(leaf), policy.gradient(leaf.dtype)) for leaf in live],
+        "grads": [_gradient(plan, leaf) for leaf in live],
         "accumulator": [
             (leaf.placement if accumulates else leaf.placement.whole(), policy.accumulator(leaf.dtype))
             for leaf in live
@@ -109,6 +109,14 @@ def _largest_spilled(plan: Plan) -> int:
         if plan.has_master and leaf.trainable and placement.memory == NVME:
             counts[leaf.path] += file_bytes(plan, placement, plan.master_dtype(leaf))
     return max(counts.values(), default=0)
+
+
+def _gradient(plan: Plan, leaf: ParamLeaf) -> tuple[Placement, np.dtype]:
+    """A gradient at the end of the backward pass: in host memory it waits in the dtype in which it arose."""
+    placement, kind = plan.grad_placement(leaf), plan.gradient_memory(leaf)
+    if kind:
+        return placement.at(kind), plan.precision.compute(leaf.dtype)
+    return placement, plan.precision.gradient(leaf.dtype)
 
 
 def devices_per_host(mesh: Any) -> int:

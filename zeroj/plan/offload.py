@@ -52,6 +52,19 @@ def offloaded(plan: Plan) -> Plan:
     return replace(plan, leaves=leaves, state_leaves=state)
 
 
+def _params_offloaded(plan: Plan) -> Plan:
+    part = plan.zero.offload_param
+    if part is None or part.device != "cpu":
+        return plan
+    kind = host_kind(plan.mesh, part.pin_memory)
+    return replace(
+        plan,
+        leaves=tuple(
+            replace(x, param_memory=kind) if math.prod(x.shape) > plan.threshold else x for x in plan.leaves
+        ),
+    )
+
+
 def _spilled(plan: Plan, smallest: int, ratio: float) -> Plan:
     """The plan with optimizer state in files: what has shards of at least ``smallest`` bytes.
 
@@ -79,19 +92,6 @@ def _spilled(plan: Plan, smallest: int, ratio: float) -> Plan:
         for s in plan.state_leaves
     )
     return replace(plan, leaves=leaves, state_leaves=state)
-
-
-def _params_offloaded(plan: Plan) -> Plan:
-    part = plan.zero.offload_param
-    if part is None or part.device != "cpu":
-        return plan
-    kind = host_kind(plan.mesh, part.pin_memory)
-    return replace(
-        plan,
-        leaves=tuple(
-            replace(x, param_memory=kind) if math.prod(x.shape) > plan.threshold else x for x in plan.leaves
-        ),
-    )
 
 
 def state_bytes(plan: Plan) -> dict[str, int]:

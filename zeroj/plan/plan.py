@@ -32,8 +32,9 @@ from zeroj.plan.wire import wire_of
 #: What ``Zero.needs()`` may name that plans can do.
 SUPPORTED = frozenset(
     {
-        *("offload_optimizer:cpu", "offload_optimizer:nvme", "offload_optimizer:ratio", "offload_param:cpu"),
-        *("nvme", "zero++:hpZ", "zero++:qwZ", "zero++:qgZ", "mics"),
+        *("offload_optimizer:cpu", "offload_optimizer:ratio", "offload_param:cpu"),
+        *("offload_optimizer:nvme", "nvme"),
+        *("zero++:hpZ", "zero++:qwZ", "zero++:qgZ", "mics"),
     }
 )
 
@@ -102,6 +103,10 @@ class Plan:
     def grad_placement(self, leaf: ParamLeaf) -> Placement:
         """Where the reduced gradient lives."""
         return leaf.placement if self.stage.grads else leaf.placement.whole()
+
+    def gradient_memory(self, leaf: ParamLeaf) -> str:
+        """Where a whole step's gradient of one micro-batch waits for the update: with its param and its state."""
+        return leaf.param_memory if leaf.param_memory == leaf.state_memory else ""
 
     def master_placement(self, leaf: ParamLeaf) -> Placement:
         """Where what the optimizer updates lives: the fp32 master, or the param that is its own master."""

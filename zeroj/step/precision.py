@@ -6,7 +6,7 @@ that they were made with, never by the next one, and that the scale cannot grow 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -90,9 +90,3 @@ def is_stuck(state: ScaleState, finite: jax.Array, config: LossScale) -> jax.Arr
     if not config.dynamic:
         return jnp.bool_(False)
     return ~finite & (state.hysteresis <= 1) & (state.scale <= config.min_scale)
-
-
-def finite_leaves(grads: Any) -> jax.Array:
-    """Bool (leaves,): for each gradient, whether all its elements, on every device, are finite."""
-    flags = [jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]
-    return jnp.stack(flags) if flags else jnp.ones((0,), bool)

@@ -10,17 +10,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zeroj import flags
+from zeroj import _compat, flags
 from zeroj.config.precision import LossScale
 from zeroj.errors import PlanError
 from zeroj.gather.evaluate import evaluate
 from zeroj.gather.gradients import Gradients, gradients
 from zeroj.gather.views import make_view
+from zeroj.optimizer.norms import sum_of_squares
 from zeroj.optimizer.spill import SpilledUpdate
 from zeroj.optimizer.zero import ZeroOptimizer, apply_gradients, wrap_optimizer
 from zeroj.plan.mesh import traced_on
 from zeroj.plan.plan import Plan
-from zeroj.step.precision import default_scaling, finite_leaves, is_stuck, next_scale
+from zeroj.step.precision import default_scaling, is_stuck, next_scale
 from zeroj.step.spilled import SpilledStep, without_files
 from zeroj.step.state import TrainState
 
@@ -89,6 +90,7 @@ def make_train_step(
             view=make_view(plan, loss_over),
             accumulation=accumulation_steps,
             has_aux=has_aux,
+            host=True,
         ),
         plan,
         times=plan.degree if reduce_op == "sum" else 1,
@@ -98,13 +100,13 @@ def make_train_step(
     )
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        grads, new, metrics = head(state, batch)
-        params, opt_state = _update(wrapped, state, grads, metrics["loss"], new.applied)
+        clipped, new, metrics = head(state, batch)
+        params, opt_state = _update(wrapped, state, clipped, metrics["loss"], new.applied)
         return state._replace(params=params, opt_state=opt_state, **new.fields), metrics
 
     def before_update(state: TrainState, batch: Any) -> tuple[Any, ...]:
-        grads, new, metrics = head(state, batch)
-        return grads, new.fields, metrics
+        clipped, new, metrics = head(state, batch)
+        return clipped.grads, new.fields, metrics
 
     options = flags.step_options()
     if plan.spills:
@@ -128,21 +130,21 @@ def _head(
     clip_norm: float | None,
     scaling: LossScale,
     skips: bool,
-) -> Callable[..., tuple[list[jax.Array], Advance, dict[str, Any]]]:
+) -> Callable[..., tuple[Clipped, Advance, dict[str, Any]]]:
     """Everything before the update: (state, batch) -> (gradients, unscaled and clipped; small fields; metrics)."""
 
-    def head(state: TrainState, batch: Any) -> tuple[list[jax.Array], Advance, dict[str, Any]]:
+    def head(state: TrainState, batch: Any) -> tuple[Clipped, Advance, dict[str, Any]]:
         rng = jax.random.fold_in(state.rng, state.scale.iteration)
         scale = state.scale.scale
         out = evaluate_gradients(state.params, batch, rng, scale, state.model_state)
-        grads, norm, factor = _unscale_and_clip(plan, out.grads, scale / times, clip_norm)
-        flags = finite_leaves(out.grads) if skips else None
-        finite = None if flags is None else jnp.all(flags) & jnp.isfinite(norm)
+        clipped = _unscale_and_clip(plan, out.grads, scale / times, clip_norm)
+        flags = clipped.finite if skips else None
+        finite = None if flags is None else jnp.all(flags) & jnp.isfinite(clipped.norm)
         new = _advance(plan, state, out, finite, scaling)
         metrics = {
             "loss": out.loss,
-            "grad_norm": norm,
-            "clip_factor": factor,
+            "grad_norm": clipped.norm,
+            "clip_factor": clipped.factor,
             "loss_scale": scale,
             "skipped": new.fields["skipped"],
             "applied": jnp.bool_(True) if new.applied is None else new.applied,
@@ -151,7 +153,10 @@ def _head(
         if finite is not None and flags is not None:
             metrics |= {"stuck": is_stuck(state.scale, finite, scaling), "finite": flags}
         metrics |= {"aux": out.aux} if jax.tree.leaves(out.aux) else {}
-        return grads, new, metrics
+        if plan.streams or plan.spills:  # so that host memory and files round alike, whatever XLA makes of it
+            grads = [g if _compat.is_on_host(g) else jax.lax.optimization_barrier(g) for g in clipped.grads]
+            clipped = clipped._replace(grads=grads)
+        return clipped, new, metrics
 
     return head
 
@@ -200,24 +205,53 @@ def make_eval_step(
     return without_files(jitted) if plan.spills else jitted
 
 
-def _unscale_and_clip(
-    plan: Plan, grads: list[jax.Array], scale: jax.Array, clip_norm: float | None
-) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-    """Divides by the scale that the gradients were made with; (gradients, norm before clipping, factor)."""
+class Clipped(NamedTuple):
+    """Gradients as the optimizer is to see them.
+
+    Attributes:
+        grads: unscaled and clipped; those in host memory as they came, for ``finish`` to do it.
+        norm: fp32 scalar, the global norm before clipping.
+        factor: fp32 scalar, what they were multiplied by.
+        finite: bool (leaves,), for each whether all its elements, on every device, are finite.
+        finish: unscales and clips what of a gradient is brought to the device.
+    """
+
+    grads: list[jax.Array]
+    norm: jax.Array
+    factor: jax.Array
+    finite: jax.Array
+    finish: Callable[[jax.Array], jax.Array]
+
+
+def _unscale_and_clip(plan: Plan, raw: list[jax.Array], scale: jax.Array, clip_norm: float | None) -> Clipped:
+    """Divides by the scale that the gradients were made with, and clips by the global norm."""
     live = [leaf for leaf in plan.leaves if leaf.trainable]
-    grads = [g.astype(plan.precision.seen(x.dtype)) for g, x in zip(grads, live, strict=True)]
-    grads = [g / scale.astype(g.dtype) for g in grads]
-    norm = global_norm(grads)
-    if clip_norm is None:
-        return grads, norm, jnp.float32(1)
-    factor = jnp.minimum(1.0, clip_norm / (norm + CLIP_EPSILON))
-    return [g * factor.astype(g.dtype) for g in grads], norm, factor
+    away = [_compat.is_on_host(g) for g in raw]
+    grads = [
+        g if host else (wide := g.astype(plan.precision.seen(x.dtype))) / scale.astype(wide.dtype)
+        for g, x, host in zip(raw, live, away, strict=True)
+    ]
+    one = jnp.float32(1)
+    squares = [
+        sum_of_squares(g, scale if host else one, plan.degree) for g, host in zip(grads, away, strict=True)
+    ]
+    norm = jnp.sqrt(sum(squares, start=jnp.float32(0)))
+    factor = one if clip_norm is None else jnp.minimum(1.0, clip_norm / (norm + CLIP_EPSILON))
 
+    def clipped(grad: jax.Array) -> jax.Array:
+        return grad if clip_norm is None else grad * factor.astype(grad.dtype)
 
-def global_norm(grads: list[jax.Array]) -> jax.Array:
-    """The L2 norm over all leaves of global arrays, in fp32, each element counted once."""
-    squares = [jnp.sum(jnp.square(g.astype(jnp.promote_types(g.dtype, jnp.float32)))) for g in grads]
-    return jnp.sqrt(sum(squares, start=jnp.float32(0)))
+    def finish(grad: jax.Array) -> jax.Array:
+        wide = grad.astype(plan.precision.seen(grad.dtype))
+        return clipped(wide / scale.astype(wide.dtype))
+
+    flags = [
+        jnp.isfinite(square) if host else jnp.all(jnp.isfinite(g))
+        for g, square, host in zip(raw, squares, away, strict=True)
+    ]
+    finite = jnp.stack(flags) if flags else jnp.ones((0,), bool)
+    done = [g if host else clipped(g) for g, host in zip(grads, away, strict=True)]
+    return Clipped(done, norm, factor, finite, finish)
 
 
 class Advance(NamedTuple):
@@ -261,12 +295,20 @@ def _carry(plan: Plan, before: Any, after: Any, applied: jax.Array | None) -> An
 def _update(
     tx: ZeroOptimizer,
     state: TrainState,
-    grads: list[jax.Array],
+    clipped: Clipped,
     loss: jax.Array,
     applied: jax.Array | None,
 ) -> tuple[Any, Any]:
-    plan, live = tx.plan, iter(grads)
+    plan, live = tx.plan, iter(clipped.grads)
     tree = plan.treedef.unflatten([next(live) if leaf.trainable else None for leaf in plan.leaves])
     return apply_gradients(
-        tx.user_tx, plan, tree, state.opt_state, state.params, applied=applied, value=loss, grad=tree
+        tx.user_tx,
+        plan,
+        tree,
+        state.opt_state,
+        state.params,
+        applied=applied,
+        finish=clipped.finish,
+        value=loss,
+        grad=tree,
     )

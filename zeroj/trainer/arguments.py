@@ -181,6 +181,8 @@ class TrainingArguments:
         if given.get("include_num_input_tokens_seen") == "no":
             given["include_num_input_tokens_seen"] = False
         given["gradient_checkpointing"] = bool(given.get("gradient_checkpointing"))
+        given["disable_tqdm"] = given.get("disable_tqdm") or None  # theirs is False where it was left out
+        given["report_to"] = given.get("report_to") or "none"
         return cls(**given)
 
     @property

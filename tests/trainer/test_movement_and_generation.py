@@ -91,9 +91,10 @@ def test_generated_text_is_a_plain_loops(stage: int, tmp_path: pathlib.Path) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", (2, 3))
 def test_the_documented_templates_train(stage: int, tmp_path: pathlib.Path) -> None:
-    """In fp16, state on the host, saved in between; the losses of the same run in fp16 without ZeRO."""
+    """In fp16, state and params on the host, saved in between; the losses of the same run in fp16 without ZeRO."""
     template = STAGE_2 if stage == 2 else STAGE_3
     zero = template["zero_optimization"] | {"offload_optimizer": CPU}
+    zero |= {"offload_param": CPU} if stage == 3 else {}
     rows, found = toy.text(80), []
     for config in (
         template | {"zero_optimization": zero},

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 import sys
 import time
 from typing import Any
 
+import jax
 import rich.progress as bars
 from rich.console import Console
 
+from zeroj.monitor.utilization import memory_line, utilization
 from zeroj.trainer.callbacks import TrainerCallback
 from zeroj.trainer.state import TrainerControl, TrainerState
 
@@ -55,6 +58,7 @@ class ProgressCallback(TrainerCallback):
             return
         logs = kwargs.get("logs") or {}
         text = "  ".join(f"{name} {shown(value)}" for name, value in logs.items())
+        text += _hardware(kwargs.get("trainer"), logs)
         line = f"step {state.global_step}/{state.max_steps}  {text}{self._left(state)}"
         if self._live is not None:
             self._live.console.print(line, markup=False, highlight=False)
@@ -75,6 +79,19 @@ class ProgressCallback(TrainerCallback):
             return ""
         rest = (time.perf_counter() - self._started) / done * (state.max_steps - state.global_step)
         return f"  eta {int(rest) // 3600}:{int(rest) // 60 % 60:02d}:{int(rest) % 60:02d}"
+
+
+def _hardware(trainer: Any, logs: dict[str, Any]) -> str:
+    """Memory in use, and the share of the peak rate where it is known; beside a training log alone."""
+    if trainer is None or "loss" not in logs:
+        return ""
+    text, plan = f"  {memory_line()}", trainer.engine.plan
+    if plan.precision.half and "tokens_per_second" in logs:
+        params = sum(math.prod(leaf.shape) for leaf in plan.leaves)
+        kind = jax.local_devices()[0].device_kind
+        share = utilization(params, logs["tokens_per_second"], plan.mesh.size, kind)
+        text += f"  mfu {share:.1%}" if share is not None else ""
+    return text
 
 
 def shown(value: Any) -> str:

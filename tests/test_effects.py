@@ -22,6 +22,7 @@ from zeroj.engine import SUPPORTED
 pytestmark = pytest.mark.usefixtures("compile_fast")
 HONOURED = [key for key in keys.all_keys() if key.row.status == "honoured" and not key.is_section]
 FP16 = {"fp16.enabled": True}
+SHARDED = {"zero_optimization.stage": 3, "zero_optimization.stage3_param_persistence_threshold": 0}
 BF16 = {"bf16.enabled": True, "zero_optimization.stage": 2}
 
 #: key -> what stands beside it, and two of its values: the compiled step, its state or its plan are not the same.
@@ -36,6 +37,9 @@ STEP: dict[str, tuple[dict[str, Any], Any, Any]] = {
         10,
         1000,
     ),
+    "zero_optimization.stage3_prefetch_bucket_size": (SHARDED, 0, 1000),
+    "zero_optimization.stage3_max_live_parameters": (SHARDED, 70, 1000),
+    "zero_optimization.stage3_max_reuse_distance": (SHARDED, 0, 1000),
     "fp16.enabled": ({}, False, True),
     "fp16.auto_cast": (FP16, False, True),
     "fp16.loss_scale": (FP16, 128, 256),
@@ -119,6 +123,7 @@ BY_NAME = {
     "zero_optimization.zero_quantized_weights": "zero++:qwZ",
     "zero_optimization.zero_quantized_nontrainable_weights": "zero++:nontrainable",
     "zero_optimization.zero_quantized_gradients": "zero++:qgZ",
+    "zero_optimization.zero_quantized_gradients_bits": "zero++:qgZ",
     "zero_optimization.zeropp_loco_param": "zero++:loco",
     "zero_optimization.mics_shard_size": "mics",
     "zero_optimization.mics_hierarchical_params_gather": "mics:hierarchical",
@@ -164,13 +169,21 @@ def step_of(name: str, value: Any, **beside: Any) -> tuple[str, str, str]:
     return lowered(json.dumps(data))
 
 
+def twice(params: Any, batch: Any) -> jax.Array:
+    """The same params in two rematerialised layers."""
+
+    @jax.checkpoint
+    def layer(x: jax.Array) -> jax.Array:
+        return jnp.tanh(jnp.tanh(x @ params["w"]) @ params["v"].T @ params["v"])
+
+    return jnp.mean(layer(layer(batch["x"])).astype(jnp.float32) ** 2)
+
+
 @functools.cache
 def lowered(text: str) -> tuple[str, str, str]:
     """The step's program, its plan, and the first state of the scaler."""
     params = {"w": np.ones((8, 8), np.float32), "v": np.ones((4, 8), np.float32)}
-    engine = zj.initialize(
-        lambda p, b: jnp.mean((b["x"] @ p["w"] @ p["v"].T).astype(jnp.float32) ** 2), params, text
-    )
+    engine = zj.initialize(twice, params, text)
     batch = engine._prepare({"x": np.ones((engine.batch_sizes.train, 8), np.float32)}, None)
     program = engine._step.lower(engine.state, batch).as_text()
     return program, str(engine.plan) + str(engine.plan.memory()), str(jax.device_get(engine.state.scale))

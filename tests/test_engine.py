@@ -248,3 +248,35 @@ def test_a_resumed_run_is_told_what_has_changed(tmp_path: Path) -> None:
     assert "scheduler.params.total_num_steps: 10 then, 20 now" in text
     assert "train_batch_size: 32 then, 64 now" in text and "warmup" not in text
     assert again.global_steps == 1
+
+
+@pytest.mark.slow
+def test_optimizer_state_in_files_from_a_config(tmp_path: Path) -> None:
+    """Every way in: from scratch, saved, loaded; and the path that cannot be used is said at the start."""
+    m = oracle.model("toy")
+    offload = {"device": "nvme", "nvme_path": str(tmp_path / "nvme"), "pipeline_read": True}
+    config = {
+        "train_batch_size": oracle.BATCH,
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "offload_optimizer": offload},
+        "aio": {"block_size": 4096, "thread_count": 2},
+    }
+    with pytest.warns(UserWarning, match="thread_count"):
+        engine = zj.initialize(m.loss, m.params, config)
+    assert engine.plan.spill is not None and engine.plan.spill.direct and engine.plan.spill.threads == 2
+    del config["aio"]["thread_count"]
+    config["aio"]["block_size"] = 1
+    engine = zj.initialize(m.loss, m.params, config)
+    assert engine.plan.spills
+    for batch in m.batches[:2]:
+        engine.train_batch(batch)
+    engine.save_checkpoint(tmp_path / "saved")
+    wanted = float(engine.train_batch(m.batches[2])["loss"])
+    other = zj.initialize(m.loss, m.params, config)
+    other.load_checkpoint(tmp_path / "saved")
+    assert float(other.train_batch(m.batches[2])["loss"]) == wanted
+    assert float(engine.eval_batch(m.batches[3])["loss"]) == float(other.eval_batch(m.batches[3])["loss"])
+    config["zero_optimization"]["offload_optimizer"]["nvme_path"] = "/proc/nothing"
+    with pytest.raises(zj.SpillError, match=r"/proc/nothing.*cannot be used"):
+        zj.initialize(m.loss, m.params, config)

@@ -24,17 +24,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("folder")
     parser.add_argument(
         "mode",
-        choices=[
-            "resume",
-            "storm",
-            "preempted",
-            "failing",
-            "alone",
-            "export",
-            "memory",
-            "unclosed",
-            "steady",
-        ],
+        choices="resume storm preempted failing alone export memory unclosed steady".split(),
     )
     parser.add_argument("--last", type=int, default=10)
     parser.add_argument("--stage", type=int, default=3)

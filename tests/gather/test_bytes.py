@@ -64,6 +64,12 @@ def test_a_slice_of_a_stack_is_gathered_and_reduced_not_the_stack(run: Callable[
     assert largest <= 2 * 2 * 2 * WIDTH * WIDTH, "two matrices of one layer at most"
 
 
+def test_a_slice_of_a_stack_on_the_host_is_fetched_slice_by_slice() -> None:
+    found, unit = report(indexed, offload_param={"device": "cpu"})
+    assert found.wire_bytes("all-gather") / unit == pytest.approx(2, rel=5e-3)
+    assert found.wire_bytes("reduce-scatter") / unit == pytest.approx(1, rel=5e-3)
+
+
 @pytest.mark.parametrize("run", [unrolled, scanned])
 def test_params_that_are_kept_are_gathered_once(run: Callable[..., Any]) -> None:
     found, unit = report(run, reshard_after_forward=False)

@@ -27,6 +27,8 @@ PLANS = st.fixed_dictionaries(
         "stage3_max_live_parameters": st.sampled_from([0, 300, 10**9]),
         "stage3_max_reuse_distance": st.sampled_from([0, 200, 10**9]),
         "reshard_after_forward": st.just(False),
+        "offload_param": st.just({"device": "cpu"}),
+        "zero_hpz_partition_size": st.just(4),
     },
 )
 EXAMPLES = {
@@ -44,7 +46,10 @@ def check(steps: Any, zero: Any, mesh: Any, view: str, width: int, frozen: str, 
     r = np.random.default_rng(0)
     params = {"steps": programs.init(steps, r, width), "shared": programs.shared_params(r, width)}
     loss_fn = programs.loss_of(steps)
-    zero = {**zero, "reshard_after_forward": zero["stage"] < 3 or zero.get("reshard_after_forward", True)}
+    left_out = {"reshard_after_forward", "offload_param"} if zero["stage"] < 3 else set()
+    if zero["stage"] < 3 or view == "global" or "node" not in mesh:
+        left_out |= {"zero_hpz_partition_size"}
+    zero = {key: value for key, value in zero.items() if key not in left_out}
     made = zj.make_mesh(devices=jax.devices()[: int(np.prod(list(mesh.values())))], **mesh)
     degree = mesh.get("node", 1) * mesh["local"]
     batch = jnp.asarray(r.normal(size=(2 * degree, width)), jnp.float32)

@@ -233,6 +233,19 @@ def test_all_three_train_in_half_precision_with_accumulation_and_clipping(precis
 
 
 @pytest.mark.slow
+def test_all_three_with_params_and_state_in_host_memory_are_the_same() -> None:
+    """Offload moves bytes, not values: the quantised steps are those of the device."""
+    params = first_params(stacked=True)
+    away: dict[str, Any] = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+    runs = [
+        oracle.train(oracle.Model(loss_fn, params, batches(4)), TX, plan_of(params, **zero), accumulation=2)
+        for zero in (ALL, ALL | away)
+    ]
+    apart = oracle.run_distances(runs[1], runs[0])
+    assert max(apart.values()) <= 1e-6, apart
+
+
+@pytest.mark.slow
 def test_mics_is_plain_stage_3_in_groups() -> None:
     """Groups of four hold all of the state; four micro-batches, then one sum over the groups."""
     params = first_params(stacked=True)

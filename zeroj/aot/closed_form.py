@@ -99,7 +99,7 @@ def _memory(choice: Choice, sizes: Sizes, batch: Batch, machine: Machine) -> tup
         "params": 0 if choice.stage == 3 else BF16 * p,
         "master": master,
         "moments": moments,
-        "secondary": _share(BF16 * p, k) if choice.zeropp else 0,
+        "secondary": _share(p, k) if choice.zeropp else 0,  # kept as the int8 that was gathered
         **_temporaries(choice, sizes, batch, n),
     }
     places = {"none": 0, "cpu": 0, "nvme": 0}
@@ -183,11 +183,12 @@ def _collectives(
     gather = _Collective("all-gather", whole, n, m)
     scatter = _Collective("reduce-scatter", whole, n, m)
     if choice.zeropp:
-        # int8 gather; backward's gather inside the node; int4 all-to-all inside the node, then across nodes.
-        forward = [_Collective("all-gather", whole / 2, n, m)]
+        # int8 gather across nodes, once a step, and inside the node in every pass; all-to-all of int8 inside the
+        # node, then of int4 across nodes.
+        across = _Collective("all-gather", whole / 2 / k, m, m)
         local = _Collective("all-gather", whole / 2, k, 1)
-        swaps = [_Collective("all-to-all", whole / 4, k, 1), _Collective("all-to-all", whole / 4 / k, m, m)]
-        return forward * times, [local, *swaps] * times, []
+        swaps = [_Collective("all-to-all", whole / 2, k, 1), _Collective("all-to-all", whole / 4 / k, m, m)]
+        return [across, *[local] * times], [local, *swaps] * times, []
     if choice.stage == 3:
         return [gather] * times, [gather, scatter] * times, []
     if choice.stage == 2:

@@ -20,8 +20,14 @@ class OffloadOptimizer(Section):
     nvme_path: Text | None = honoured(
         None, 'Folder for the files of "nvme".', auto="offload_optimizer_nvme_path", min_length=1
     )
-    buffer_count: Int = honoured(4, "Host buffers in the ring between file and device.", gt=0)
-    pin_memory: Bool = honoured(True, "Page-locked host memory (pinned_host), or not (unpinned_host).")
+    buffer_count: Int = honoured(
+        4,
+        'Buffers in the ring between file and device; of "cpu", pieces on the device at a time (left out: 3).',
+        gt=0,
+    )
+    pin_memory: Bool = honoured(
+        True, "Page-locked host memory; false is refused where a program must use it."
+    )
     pipeline_read: Bool = honoured(False, "Read the next piece while one is updated.")
     pipeline_write: Bool = honoured(False, "Write the last piece while one is updated.")
     verify: Bool = honoured(
@@ -55,7 +61,9 @@ class OffloadParam(Section):
     buffer_count: Int = honoured(5, "Host buffers in the ring between file and device.", gt=0)
     buffer_size: Int = not_needed(10**8, "buffers are sized from the plan's shards", gt=0)
     max_in_cpu: Int = honoured(10**9, 'Elements of "nvme" params that stay in host memory.', ge=0)
-    pin_memory: Bool = honoured(True, "Page-locked host memory (pinned_host), or not (unpinned_host).")
+    pin_memory: Bool = honoured(
+        True, "Page-locked host memory; false is refused where a program must use it."
+    )
 
 
 class Aio(Section):

@@ -237,6 +237,11 @@ def sliced(eqn: Any, operands: list[Any]) -> Lazy | None:
             array = jax.lax.slice_in_dim(array, *bounds, axis=dim)
         else:
             array = jax.lax.dynamic_slice_in_dim(array, operands[1 + dim], placement.shape[dim], axis=dim)
+    if (
+        name == "dynamic_slice" and placement.memory
+    ):  # XLA lets such a slice leave the host at once, or not at all
+        array = jax.device_put(array, jax.memory.Space.Device)
+        placement = placement.at("")
     return Shard(array, placement, first.dtype, first.path)
 
 

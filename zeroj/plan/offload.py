@@ -66,7 +66,16 @@ def _params_offloaded(plan: Plan) -> Plan:
 
 
 def _spilled(plan: Plan, smallest: int, ratio: float) -> Plan:
-    """The plan with optimizer state in files: what has shards of at least ``smallest`` bytes."""
+    """The plan with optimizer state in files: what has shards of at least ``smallest`` bytes.
+
+    Raises:
+        PlanError: the params are to live in host memory.
+    """
+    if plan.zero.offload_param is not None and plan.zero.offload_param.device != "none":
+        raise PlanError(
+            'offload_optimizer "nvme" with offload_param "cpu" is not done yet: the update of state in files puts '
+            'new params on the device. Use "cpu" for both, or leave offload_param out.'
+        )
     chosen = _choose(state_bytes(plan), ratio)
 
     def large(placement: Placement, dtype: Any) -> bool:

@@ -10,6 +10,7 @@ import jax
 from zeroj.errors import PlanError
 from zeroj.plan.offload import host_kind
 from zeroj.plan.plan import Plan
+from zeroj.spill.tier import is_spilled
 from zeroj.step.state import TrainState
 
 #: What may be moved, under the names of :class:`zeroj.MemoryReport`.
@@ -64,14 +65,18 @@ def reload_states(state: TrainState, plan: Plan) -> TrainState:
     return state._replace(params=params, opt_state=jax.tree.map(_to, state.opt_state, plan.opt_state))
 
 
-def _to_host(value: jax.Array) -> jax.Array:
+def _to_host(value: Any) -> Any:
+    if is_spilled(value):
+        return value  # what lies in files is on no device anyway
     kind = host_kind(getattr(value.sharding, "mesh", None))
     if value.ndim == 0 or value.sharding.memory_kind == kind:
         return value
     return jax.device_put(value, value.sharding.with_memory_kind(kind))
 
 
-def _to(value: jax.Array, sharding: Any) -> jax.Array:
+def _to(value: Any, sharding: Any) -> Any:
+    if is_spilled(value):
+        return value
     device: Any = next(iter(value.sharding.device_set))
     there = sharding.memory_kind or device.default_memory().kind
     return value if value.sharding.memory_kind == there else jax.device_put(value, sharding)

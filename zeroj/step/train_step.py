@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -80,50 +81,23 @@ def make_train_step(
         >>> state, metrics = step(state, batch)
     """
     _check_arguments(loss_fn, accumulation_steps, clip_norm, reduce_op)
-    times = plan.degree if reduce_op == "sum" else 1
-    view = make_view(plan, loss_over)
     wrapped = wrap_optimizer(tx, plan)
-    scaling = loss_scale or default_scaling(plan.precision.name)
-    skips = plan.precision.half if skip_nonfinite is None else skip_nonfinite
-
-    def head(state: TrainState, batch: Any) -> tuple[Any, ...]:
-        rng = jax.random.fold_in(state.rng, state.scale.iteration)
-        scale = state.scale.scale
-        out = gradients(
+    head = _head(
+        partial(
+            gradients,
             loss_fn,
             plan,
-            state.params,
-            batch,
-            rng,
-            scale,
-            state.model_state,
-            view=view,
+            view=make_view(plan, loss_over),
             accumulation=accumulation_steps,
             has_aux=has_aux,
             host=True,
-        )
-        clipped = _unscale_and_clip(plan, out.grads, scale / times, clip_norm)
-        flags = clipped.finite if skips else None
-        finite = None if flags is None else jnp.all(flags) & jnp.isfinite(clipped.norm)
-        new = _advance(plan, state, out, finite, scaling)
-        metrics = {
-            "loss": out.loss,
-            "grad_norm": clipped.norm,
-            "clip_factor": clipped.factor,
-            "loss_scale": scale,
-            "skipped": new.fields["skipped"],
-            "applied": jnp.bool_(True) if new.applied is None else new.applied,
-            "step": new.fields["step"],
-        }
-        if finite is not None and flags is not None:
-            metrics |= {"stuck": is_stuck(state.scale, finite, scaling), "finite": flags}
-        metrics |= {"aux": out.aux} if jax.tree.leaves(out.aux) else {}
-        if (
-            plan.streams or plan.spills
-        ):  # so that the host's tier and files' round alike, whatever XLA makes of it
-            grads = [g if _compat.is_on_host(g) else jax.lax.optimization_barrier(g) for g in clipped.grads]
-            clipped = clipped._replace(grads=grads)
-        return clipped, new, metrics
+        ),
+        plan,
+        times=plan.degree if reduce_op == "sum" else 1,
+        clip_norm=clip_norm,
+        scaling=loss_scale or default_scaling(plan.precision.name),
+        skips=plan.precision.half if skip_nonfinite is None else skip_nonfinite,
+    )
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         clipped, new, metrics = head(state, batch)
@@ -146,6 +120,45 @@ def make_train_step(
     return jax.jit(
         traced_on(plan.mesh, step), donate_argnums=(0,) if donate else (), compiler_options=options
     )
+
+
+def _head(
+    evaluate_gradients: Callable[..., Gradients],
+    plan: Plan,
+    *,
+    times: int,
+    clip_norm: float | None,
+    scaling: LossScale,
+    skips: bool,
+) -> Callable[..., tuple[Clipped, Advance, dict[str, Any]]]:
+    """Everything before the update: (state, batch) -> (gradients, unscaled and clipped; small fields; metrics)."""
+
+    def head(state: TrainState, batch: Any) -> tuple[Clipped, Advance, dict[str, Any]]:
+        rng = jax.random.fold_in(state.rng, state.scale.iteration)
+        scale = state.scale.scale
+        out = evaluate_gradients(state.params, batch, rng, scale, state.model_state)
+        clipped = _unscale_and_clip(plan, out.grads, scale / times, clip_norm)
+        flags = clipped.finite if skips else None
+        finite = None if flags is None else jnp.all(flags) & jnp.isfinite(clipped.norm)
+        new = _advance(plan, state, out, finite, scaling)
+        metrics = {
+            "loss": out.loss,
+            "grad_norm": clipped.norm,
+            "clip_factor": clipped.factor,
+            "loss_scale": scale,
+            "skipped": new.fields["skipped"],
+            "applied": jnp.bool_(True) if new.applied is None else new.applied,
+            "step": new.fields["step"],
+        }
+        if finite is not None and flags is not None:
+            metrics |= {"stuck": is_stuck(state.scale, finite, scaling), "finite": flags}
+        metrics |= {"aux": out.aux} if jax.tree.leaves(out.aux) else {}
+        if plan.streams or plan.spills:  # so that host memory and files round alike, whatever XLA makes of it
+            grads = [g if _compat.is_on_host(g) else jax.lax.optimization_barrier(g) for g in clipped.grads]
+            clipped = clipped._replace(grads=grads)
+        return clipped, new, metrics
+
+    return head
 
 
 def _check_arguments(loss_fn: Any, accumulation_steps: int, clip_norm: float | None, reduce_op: str) -> None:

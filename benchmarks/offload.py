@@ -39,9 +39,9 @@ class Large:
 
 
 LARGEST = (
-    Large("13B on 1 GPU", clusters.SIZES["13b"], 1, 400_000_000),
-    Large("40B on 1 GPU", clusters.Shape(64, 7168, sequence=2048, head=128), 1, 600_000_000),
-    Large("205B on 8 GPUs", clusters.Shape(96, 13312, sequence=2048, head=128), 8, 600_000_000),
+    Large("13B on 1 GPU", clusters.SIZES["13b"], 1, 1_000_000_000),
+    Large("40B on 1 GPU", clusters.Shape(64, 7168, sequence=2048, head=128), 1, 1_000_000_000),
+    Large("205B on 8 GPUs", clusters.Shape(96, 13312, sequence=2048, head=128), 8, 1_000_000_000),
 )
 """Beside them: 13B on a V100 (ZeRO-Offload, arXiv 2101.06840) and 40B on a V100 of 32 GB (ZeRO-3 Offload, 2021)."""
 

@@ -65,7 +65,14 @@ def trained(name: str, folder: pathlib.Path, accumulation: int, **given: Any) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, accumulation", (("llama3", 1), ("llama2", 8), ("gpt2", 1)))
+@pytest.mark.parametrize(
+    "name, accumulation",
+    (
+        ("llama3", 1),
+        pytest.param("llama2", 8, marks=pytest.mark.full),
+        pytest.param("gpt2", 1, marks=pytest.mark.full),
+    ),
+)
 def test_losses_are_a_plain_torch_loops(name: str, accumulation: int, tmp_path: pathlib.Path) -> None:
     """Twenty updates from the files' weights under stage 3; then saved, and read again as they are."""
     expected = np.load(FOLDER / name / "expected.npz")

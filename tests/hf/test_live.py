@@ -5,6 +5,7 @@ The leg that needs them; the others compare with files that they wrote. Not coll
 
 from __future__ import annotations
 
+import json
 import pathlib
 from typing import Any
 
@@ -12,13 +13,14 @@ import datasets
 import jax
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import transformers
 
 import zeroj as zj
 from tests.hf.make_fixtures import configs, make_model
 from tests.hf.rows import rows
-from tests.hf.test_fixtures import example
+from tests.hf.test_fixtures import FOLDER, example
 from zeroj.trainer.refused import NO_EFFECT, THEIR_DEFAULTS
 
 pytestmark = [pytest.mark.usefixtures("compile_fast"), pytest.mark.hf]
@@ -174,3 +176,23 @@ def zj_split(model: Any) -> Any:
 
     definition, params = nnx.split(model)
     return definition, jax.tree.map(np.asarray, params)
+
+
+def test_a_folders_tokenizer(tmp_path: pathlib.Path) -> None:
+    words = {"<s>": 0, "</s>": 1, "a": 2, "b": 3, "[UNK]": 4}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    inner.save(str(tmp_path / "tokenizer.json"))
+    config = json.loads((FOLDER / "llama3" / "config.json").read_text()) | {
+        "bos_token_id": 0,
+        "eos_token_id": [1, 2],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tokens = example("tokens")
+    found = tokens.tokenizer_of(tmp_path)
+    row = tokens.encode([("a b", False), (" a", True)], found, 99)
+    assert row == {"input_ids": [0, 2, 3, 2, 1], "labels": [-100, -100, -100, 2, 1]}
+    assert (found.pad_token_id, found.vocab_size, found.decode([2, 3])) == (1, 5, "a b")
+    (tmp_path / "saved").mkdir()
+    found.save_pretrained(str(tmp_path / "saved"))
+    assert (tmp_path / "saved" / "tokenizer.json").is_file()

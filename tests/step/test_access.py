@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,9 +29,11 @@ def loss(params: Any, batch: Any) -> jax.Array:
     return jnp.mean(batch["x"]) * sum(squares) / 2
 
 
-def run(stage: int, precision: str = "fp32", tx: Any = None) -> tuple[Any, zj.Plan, zj.TrainState]:
+def run(
+    stage: int, precision: str = "fp32", tx: Any = None, **zero_fields: Any
+) -> tuple[Any, zj.Plan, zj.TrainState]:
     tx = optax.adam(0.125) if tx is None else tx
-    zero = zj.Zero(stage=stage, stage3_param_persistence_threshold=0)
+    zero = zj.Zero(stage=stage, stage3_param_persistence_threshold=0, **zero_fields)
     plan = zj.make_plan(
         PARAMS, tx, oracle.mesh_of(8), zero, precision=precision, trainable=lambda path, _: path != "frozen"
     )
@@ -75,6 +79,47 @@ def test_what_is_set_is_what_training_goes_on_with(stage: int, precision: str) -
     np.testing.assert_array_equal(stored, np.float32(new.astype(stored_dtype(plan))))
     changed, _ = zj.make_train_step(loss, tx, plan)(changed, BATCH)
     np.testing.assert_array_equal(zj.get_full(changed, plan, "embed/w"), new)
+
+
+def test_leaves_in_host_memory_are_reached_and_stay_there() -> None:
+    host = {"device": "cpu"}
+    tx, plan, state = run(3, "bf16", offload_optimizer=host, offload_param=host)
+    state, _ = zj.make_train_step(loss, tx, plan)(state, BATCH)
+    moments = zj.get_full(state, plan, "embed/w", "mu")
+    changed = zj.set_full(state, plan, "embed/w", np.full((37, 5), 3.0))
+    changed = zj.set_full(changed, plan, "embed/w", 2 * moments, "mu")
+    shard = zj.get_local(changed, plan, "b", "nu")[0]
+    changed = zj.set_local(
+        changed, plan, "b", [zj.LocalShard(shard.device, shard.index, shard.data + 1)], "nu"
+    )
+    assert zj.get_full(changed, plan, "b", "nu")[0] > 1
+    np.testing.assert_array_equal(zj.get_full(changed, plan, "embed/w", "mu"), 2 * moments)
+    assert np.all(zj.get_full(changed, plan, "embed/w") == 3)
+    assert changed.params["embed"]["w"].sharding.memory_kind == "pinned_host"
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(changed), strict=True):
+        assert a.sharding == b.sharding
+    zj.make_train_step(loss, tx, plan)(changed, BATCH)
+
+
+def test_leaves_in_files_are_read_whole_and_no_more(tmp_path: Path) -> None:
+    params = {
+        "w": np.linspace(0, 1, 8 * 2**19, dtype=np.float32).reshape(8, -1)
+    }  # 2 MiB a device: a file of its own
+    config = {
+        "train_batch_size": 8,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)},
+        },
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine = zj.initialize(lambda p, b: jnp.mean(b["x"]) * jnp.mean(p["w"]), params, config)
+    assert engine.get_full("w", "exp_avg").shape == params["w"].shape
+    for reach in (lambda: engine.get_local("w", "mu"), lambda: engine.set_full("w", params["w"], "mu")):
+        with pytest.raises(zj.PlanError, match=r"w \(mu\) lies in files"):
+            reach()
 
 
 def stored_dtype(plan: zj.Plan) -> Any:
@@ -140,6 +185,10 @@ def test_the_engine_has_the_same_by_method() -> None:
     assert float(metrics["loss"]) == pytest.approx(float(value))
     assert before.tolist() == [1] * 9 and engine.get_full("b").tolist() == [0] * 9
     engine.set_full("b", np.arange(9))
+    engine.offload_states(["params"])
+    assert engine.state.params["b"].sharding.memory_kind == "pinned_host"
+    engine.reload_states()
+    assert engine.state.params["b"].sharding == engine.plan.params["b"]
     shard = engine.get_local("b")[0]
     engine.set_local("b", [zj.LocalShard(shard.device, shard.index, shard.data - 1)])
     assert engine.get_full("b")[0] == -1 and engine.get_full("b")[8] in (7, 8)

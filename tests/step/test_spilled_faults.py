@@ -193,3 +193,22 @@ def test_memory_says_what_lies_where(job: Job) -> None:
     assert sum(report.nvme.values()) == on_disk
     assert report.host["spill_buffers"] <= job.step.update.buffer_bytes  # which rounds shards up to pages
     assert "on each nvme" in str(report)
+
+
+def test_a_step_of_ones_own_is_refused(job: Job) -> None:
+    wrapped = zj.wrap_optimizer(job.tx, job.plan)
+    with pytest.raises(zj.PlanError, match="make_train_step"):
+        wrapped.update(job.state.params, job.state.opt_state, job.state.params)
+    with pytest.raises(zj.PlanError, match="init_state"):
+        jax.jit(wrapped.init)(job.state.params)
+
+
+def test_params_in_files_are_refused_by_name(tmp_path: pathlib.Path) -> None:
+    m = oracle.model("toy")
+    zero = zj.Zero(stage=3, offload_param={"device": "nvme", "nvme_path": str(tmp_path)})
+    with pytest.raises(zj.PlanError, match="offload_param:nvme"):
+        zj.make_plan(m.params, optimizer("adamw"), oracle.mesh_of(8), zero)
+    with pytest.raises(zj.PlanError, match='offload_param "cpu"'):
+        given = {"device": "nvme", "nvme_path": str(tmp_path)}
+        both = zj.Zero(stage=3, offload_optimizer=given, offload_param={"device": "cpu"})
+        zj.make_plan(m.params, optimizer("adamw"), oracle.mesh_of(8), both, aio=EVERY_LEAF)

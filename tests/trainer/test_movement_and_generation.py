@@ -68,7 +68,7 @@ def test_skipped_updates_are_the_reason(tmp_path: pathlib.Path) -> None:
     assert trainer.state.log_history[0]["skipped"] == 1
 
 
-@pytest.mark.parametrize("stage", (1, 3))
+@pytest.mark.parametrize("stage", (pytest.param(1, marks=pytest.mark.full), 3))
 def test_generated_text_is_a_plain_loops(stage: int, tmp_path: pathlib.Path) -> None:
     zero = {"stage": stage} | ({"stage3_param_persistence_threshold": 0} if stage == 3 else {})
     args = arguments(tmp_path, deepspeed={"zero_optimization": zero}, max_steps=1)
@@ -89,7 +89,7 @@ def test_generated_text_is_a_plain_loops(stage: int, tmp_path: pathlib.Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", (2, 3))
+@pytest.mark.parametrize("stage", (pytest.param(2, marks=pytest.mark.full), 3))
 def test_the_documented_templates_train(stage: int, tmp_path: pathlib.Path) -> None:
     """In fp16, state and params on the host, saved in between; the losses of the same run in fp16 without ZeRO."""
     template = STAGE_2 if stage == 2 else STAGE_3

@@ -19,6 +19,12 @@ from zeroj.trainer.data import order_of
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
+
+def full(*values: Any) -> Any:
+    """A case for the whole table alone."""
+    return pytest.param(*values, marks=pytest.mark.full)
+
+
 SHARDED = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
 
 
@@ -73,7 +79,7 @@ def text_losses(rows: list[Any], size: int, updates: int, rate: float) -> list[f
     return found[:updates]
 
 
-@pytest.mark.parametrize("accumulation", (1, 8))
+@pytest.mark.parametrize("accumulation", (full(1), 8))
 def test_losses_are_those_of_a_plain_loop(accumulation: int, tmp_path: pathlib.Path) -> None:
     """Twenty updates, ragged lengths, and a last window of each epoch that is not full."""
     size = 16 * accumulation
@@ -104,7 +110,9 @@ def plain_losses(rows: list[Any], size: int, updates: int) -> list[float]:
     return found[:updates]
 
 
-@pytest.mark.parametrize("rest", (16, 21, 3), ids=("whole micro-batches", "ragged", "fewer than devices"))
+@pytest.mark.parametrize(
+    "rest", (full(16), 21, full(3)), ids=("whole micro-batches", "ragged", "fewer than devices")
+)
 def test_a_plain_mean_is_exact_in_the_last_window(rest: int, tmp_path: pathlib.Path) -> None:
     rows = toy.plain_rows(64 + rest)
     args = arguments(tmp_path, gradient_accumulation_steps=4, max_steps=6)
@@ -137,6 +145,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], float]] = {
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_the_same_script_under_every_json(tmp_path: pathlib.Path) -> None:
     """Losses are those of stage 0, at once or to the precision of quantised communication."""
     mesh = zj.make_mesh(node=2, local=4)
@@ -154,7 +163,8 @@ def test_the_same_script_under_every_json(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "micro, accumulation, devices, length", ((1, 1, 8, 9), (2, 3, 8, 16), (3, 2, 2, 12), (4, 5, 1, 7))
+    "micro, accumulation, devices, length",
+    (full(1, 1, 8, 9), (2, 3, 8, 16), (3, 2, 2, 12), full(4, 5, 1, 7)),
 )
 def test_a_constant_loss_is_logged_as_it_is(
     micro: int, accumulation: int, devices: int, length: int, tmp_path: pathlib.Path
@@ -190,7 +200,7 @@ def test_a_constant_loss_is_logged_as_it_is(
     assert trainer.evaluate()["eval_loss"] == pytest.approx(2.0, rel=1e-6)
 
 
-@pytest.mark.parametrize("devices", (1, 2, 4))
+@pytest.mark.parametrize("devices", (full(1), 2, full(4)))
 def test_the_schedule_counts_updates(devices: int, tmp_path: pathlib.Path) -> None:
     """320 examples, 64 an update: five updates an epoch, ten rates, whatever the devices."""
     args = arguments(

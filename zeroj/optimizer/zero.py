@@ -76,9 +76,11 @@ def wrap_optimizer(tx: optax.GradientTransformation, plan: Plan) -> ZeroOptimize
     _check_state(user_tx, plan)
 
     def init(params: Any) -> ZeroOptState:
+        _refuse_files(plan)
         return first_state(user_tx, plan, masters_of(plan, params))
 
     def update(grads: Any, state: ZeroOptState, params: Any = None, **extra: Any) -> tuple[Any, ZeroOptState]:
+        _refuse_files(plan)
         if params is None:
             raise PlanError("Pass the params: tx.update(grads, opt_state, params).")
         new_params, new_state = apply_gradients(user_tx, plan, grads, state, params, **extra)
@@ -87,6 +89,14 @@ def wrap_optimizer(tx: optax.GradientTransformation, plan: Plan) -> ZeroOptimize
     wrapped = ZeroOptimizer(traced_on(plan.mesh, init), traced_on(plan.mesh, update))
     wrapped.user_tx, wrapped.plan = user_tx, plan
     return wrapped
+
+
+def _refuse_files(plan: Plan) -> None:
+    if plan.spills:
+        raise PlanError(
+            "The plan keeps optimizer state in files, which one jitted function cannot read: use zj.init_state and "
+            'zj.make_train_step, or "device": "cpu" in offload_optimizer for a step of your own.'
+        )
 
 
 def masters_of(plan: Plan, params: Any) -> list[jax.Array]:

@@ -135,7 +135,7 @@ def _lines(path: str, found: Sequence[Measured], chosen: Measured) -> Iterator[s
     for m in found:
         mark = "  best" if m is chosen else ""
         yield (
-            f"{m.block_size:>12} {m.queue_depth:>12} {m.threads:>8} {m.read / 1e9:>10.2f} {m.write / 1e9:>10.2f}{mark}"
+            f"{m.block_size:>12} {m.queue_depth:>12} {m.threads:>8} {m.read / 1e9:>10.3g} {m.write / 1e9:>10.3g}{mark}"
         )
     yield ""
     yield f"State that is read and written at each step: {chosen.seconds_per_byte * 1e9:.2f} s per GB."

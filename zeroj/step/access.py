@@ -17,6 +17,7 @@ from zeroj.errors import PlanError
 from zeroj.plan import tree
 from zeroj.plan.plan import ParamLeaf, Plan
 from zeroj.plan.rules import Placement
+from zeroj.spill.tier import is_spilled
 from zeroj.step.state import TrainState, fetch, place_array
 
 #: PyTorch's names of optimizer state, and optax's.
@@ -89,7 +90,7 @@ def set_full(state: Any, plan: Plan, path: str, value: Any, what: str = "param")
     Raises:
         PlanError: there is no such leaf, or the value has another shape.
     """
-    slot = _slot(state, plan, path, what)
+    slot = _on_devices(_slot(state, plan, path, what), path, what)
     found = np.asarray(value)
     if found.shape != slot.placement.shape:
         raise PlanError(f"{path} ({what}) has shape {slot.placement.shape}; the new value has {found.shape}.")
@@ -106,7 +107,7 @@ def get_local(state: Any, plan: Plan, path: str, what: str = "param") -> list[Lo
         path: the leaf's path.
         what: as for :func:`get_full`.
     """
-    slot = _slot(state, plan, path, what)
+    slot = _on_devices(_slot(state, plan, path, what), path, what)
     return [
         LocalShard(
             shard.device, index, np.asarray(shard.data)[tuple(slice(0, i.stop - i.start) for i in index)]
@@ -130,7 +131,7 @@ def set_local(state: Any, plan: Plan, path: str, shards: Sequence[LocalShard], w
     Raises:
         PlanError: a shard is not one of the leaf's, or has another shape.
     """
-    slot = _slot(state, plan, path, what)
+    slot = _on_devices(_slot(state, plan, path, what), path, what)
     given = {str(shard.index): np.asarray(shard.data) for shard in shards}
     parts = []
     for stored in slot.array.addressable_shards:
@@ -225,6 +226,16 @@ def _slot(state: Any, plan: Plan, path: str, what: str) -> _Slot:
         master = plan.treedef.flatten_up_to(state.opt_state.master)[index]
         return _Slot(master, plan.master_placement(leaf), "master", index)
     return _Slot(plan.treedef.flatten_up_to(state.params)[index], plan.param_placement(leaf), "params", index)
+
+
+def _on_devices(slot: _Slot, path: str, what: str) -> _Slot:
+    """Raises where the array lies in files, which only whole leaves can be read from."""
+    if is_spilled(slot.array):
+        raise PlanError(
+            f"{path} ({what}) lies in files (offload_optimizer.device is nvme): get_full reads it, and nothing "
+            "else reaches it. To change it, restore a checkpoint onto a plan without files and save it again."
+        )
+    return slot
 
 
 def _state_slot(state: TrainState, plan: Plan, leaf: ParamLeaf, what: str) -> _Slot:

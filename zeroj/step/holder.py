@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from zeroj.plan.plan import Plan
-from zeroj.step import access
+from zeroj.step import access, move
 from zeroj.step.access import LocalShard
 from zeroj.step.state import TrainState
 
@@ -40,6 +40,14 @@ class StateHolder:
     def set_local(self, path: str, shards: Sequence[LocalShard], what: str = "param") -> None:
         """Replaces shards of one leaf; see :func:`zeroj.set_local`."""
         self.state = access.set_local(self.state, self.plan, path, shards, what)
+
+    def offload_states(self, include: Collection[str] = move.PARTS) -> None:
+        """Moves parts of the state to host memory until :meth:`reload_states`; see :func:`zeroj.offload_states`."""
+        self.state = move.offload_states(self.state, include)
+
+    def reload_states(self) -> None:
+        """Brings them back; see :func:`zeroj.reload_states`."""
+        self.state = move.reload_states(self.state, self.plan)
 
     @contextlib.contextmanager
     def gathered(self, paths: str | Iterable[str], what: str = "param") -> Iterator[access.Gathered]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import re
 from typing import Any
 
 import jax
@@ -24,6 +25,8 @@ HONOURED = [key for key in keys.all_keys() if key.row.status == "honoured" and n
 FP16 = {"fp16.enabled": True}
 SHARDED = {"zero_optimization.stage": 3, "zero_optimization.stage3_param_persistence_threshold": 0}
 BF16 = {"bf16.enabled": True, "zero_optimization.stage": 2}
+HOST = {**SHARDED, "zero_optimization.offload_optimizer.device": "cpu"}
+PIECES = {**HOST, "zero_optimization.sub_group_size": 64}
 
 #: key -> what stands beside it, and two of its values: the compiled step, its state or its plan are not the same.
 STEP: dict[str, tuple[dict[str, Any], Any, Any]] = {
@@ -55,7 +58,24 @@ STEP: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "bf16.bf16_optimizer_states": (BF16, False, True),
     "data_types.grad_accum_dtype": ({**BF16, "gradient_accumulation_steps": 2}, "fp32", "bf16"),
     "optimizer.type": ({}, "AdamW", "Lion"),
+    "zero_optimization.reshard_after_forward": (SHARDED, True, False),
+    "zero_optimization.offload_optimizer.device": (SHARDED, "none", "cpu"),
+    "zero_optimization.offload_optimizer.ratio": (HOST, 1.0, 0.5),
+    "zero_optimization.offload_optimizer.buffer_count": (PIECES, 2, 5),
+    "zero_optimization.sub_group_size": (HOST, 64, 1_000_000),
+    "zero_optimization.offload_param.device": (SHARDED, "none", "cpu"),
+    "zero_optimization.zero_hpz_partition_size": (SHARDED, 1, 4),
+    "zero_optimization.zero_quantized_weights": (SHARDED, False, True),
+    "zero_optimization.zero_quantized_gradients": (SHARDED, False, True),
+    "zero_optimization.zero_quantized_gradients_bits": (
+        {**SHARDED, "zero_optimization.zero_quantized_gradients": True},
+        4,
+        8,
+    ),
+    "zero_optimization.mics_shard_size": (SHARDED, -1, 4),
 }
+#: Those that need large leaves, or several nodes, to do anything.
+LARGE = ("zero_hpz", "zero_quantized", "mics", "offload", "sub_group")
 
 #: type -> its params, and another value for each: the rate or what the optimizer makes of it is not the same.
 RATES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -95,6 +115,13 @@ RATES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 #: key -> the test that sees its effect, where it is one on a console, a file or other processes.
 ELSEWHERE = {
+    "zero_optimization.offload_optimizer.pin_memory": "tests.test_effects.test_pageable_memory_is_refused",
+    "zero_optimization.offload_param.pin_memory": "tests.test_effects.test_pageable_memory_is_refused",
+    "zero_optimization.offload_optimizer.nvme_path": "tests.step.test_spilled_faults.test_two_states_on_one_path",
+    "zero_optimization.offload_optimizer.verify": "tests.config.test_spill.test_each_key_reaches_the_plan",
+    "zero_optimization.offload_optimizer.pipeline_read": "tests.config.test_spill.test_each_key_reaches_the_plan",
+    "zero_optimization.offload_optimizer.pipeline_write": "tests.config.test_spill.test_each_key_reaches_the_plan",
+    "aio": "tests.config.test_spill.test_each_key_reaches_the_plan",
     "train_batch_size": "tests.config.test_batch.test_inference",
     "train_micro_batch_size_per_gpu": "tests.config.test_batch.test_inference",
     "gradient_accumulation_steps": "tests.config.test_batch.test_inference",
@@ -113,21 +140,14 @@ ELSEWHERE = {
     "optimizer.params": "tests.config.test_optimizers.test_every_honoured_param_changes_the_trajectory",
 }
 
-#: Sections of zero_optimization and aio that are refused by name until the engine supports them.
+#: Keys that are refused by name until the engine supports them.
 BY_NAME = {
-    "zero_optimization.offload_optimizer": "offload_optimizer:cpu",
-    "zero_optimization.offload_param": "offload_param:cpu",
-    "zero_optimization.sub_group_size": "offload_optimizer:cpu",
-    "zero_optimization.reshard_after_forward": "reshard_after_forward:false",
-    "zero_optimization.zero_hpz_partition_size": "zero++:hpZ",
-    "zero_optimization.zero_quantized_weights": "zero++:qwZ",
+    "zero_optimization.offload_param.nvme_path": "offload_param:nvme",
+    "zero_optimization.offload_param.max_in_cpu": "offload_param:nvme",
+    "zero_optimization.offload_param.buffer_count": "offload_param:nvme",
     "zero_optimization.zero_quantized_nontrainable_weights": "zero++:nontrainable",
-    "zero_optimization.zero_quantized_gradients": "zero++:qgZ",
-    "zero_optimization.zero_quantized_gradients_bits": "zero++:qgZ",
     "zero_optimization.zeropp_loco_param": "zero++:loco",
-    "zero_optimization.mics_shard_size": "mics",
     "zero_optimization.mics_hierarchical_params_gather": "mics:hierarchical",
-    "aio": "offload_optimizer:nvme",
 }
 
 
@@ -158,6 +178,13 @@ def test_a_key_changes_the_step_its_state_or_its_plan(name: str) -> None:
     assert step_of(name, first, **beside) != step_of(name, second, **beside)
 
 
+@pytest.mark.parametrize("section", ["offload_optimizer", "offload_param"])
+def test_pageable_memory_is_refused(section: str) -> None:
+    zero = zj.Zero(stage=3, **{section: {"device": "cpu", "pin_memory": False}})
+    with pytest.raises(zj.PlanError, match='"pin_memory": false cannot be honoured'):
+        zj.make_plan({"w": np.ones((64, 64), np.float32)}, optax.sgd(0.1), zj.make_mesh(), zero)
+
+
 def step_of(name: str, value: Any, **beside: Any) -> tuple[str, str, str]:
     data: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
@@ -166,7 +193,7 @@ def step_of(name: str, value: Any, **beside: Any) -> tuple[str, str, str]:
     }
     for dotted, given in {**beside, name: value}.items():
         put(data, tuple(dotted.split(".")), given)
-    return lowered(json.dumps(data))
+    return lowered(json.dumps(data), any(word in name for word in LARGE))
 
 
 def twice(params: Any, batch: Any) -> jax.Array:
@@ -180,11 +207,12 @@ def twice(params: Any, batch: Any) -> jax.Array:
 
 
 @functools.cache
-def lowered(text: str) -> tuple[str, str, str]:
+def lowered(text: str, large: bool) -> tuple[str, str, str]:
     """The step's program, its plan, and the first state of the scaler."""
-    params = {"w": np.ones((8, 8), np.float32), "v": np.ones((4, 8), np.float32)}
-    engine = zj.initialize(twice, params, text)
-    batch = engine._prepare({"x": np.ones((engine.batch_sizes.train, 8), np.float32)}, None)
+    width = 64 if large else 8
+    params = {"w": np.ones((width, width), np.float32), "v": np.ones((width // 2, width), np.float32)}
+    engine = zj.initialize(twice, params, text, mesh=zj.make_mesh(node=2, local=4) if large else None)
+    batch = engine._prepare({"x": np.ones((engine.batch_sizes.train, width), np.float32)}, None)
     program = engine._step.lower(engine.state, batch).as_text()
     return program, str(engine.plan) + str(engine.plan.memory()), str(jax.device_get(engine.state.scale))
 
@@ -224,29 +252,16 @@ def test_a_key_changes_the_rate_or_where_it_leads(kind: str) -> None:
         assert not np.allclose(see(kind, first), see(kind, first | {name: value}), rtol=1e-6, atol=0), name
 
 
-def test_what_is_not_supported_is_refused_by_name() -> None:
-    asked = {
-        "offload_optimizer": {"device": "cpu"},
-        "offload_param": {"device": "cpu"},
-        "reshard_after_forward": False,
-        "zero_quantized_weights": True,
-        "zero_quantized_nontrainable_weights": True,
-        "zero_quantized_gradients": True,
-        "zeropp_loco_param": {},
-        "mics_shard_size": 4,
-        "mics_hierarchical_params_gather": True,
+@pytest.mark.parametrize("need", sorted(set(BY_NAME.values())))
+def test_what_is_not_supported_is_refused_by_name(need: str) -> None:
+    asked: dict[str, dict[str, Any]] = {
+        "offload_param:nvme": {"offload_param": {"device": "nvme", "nvme_path": "/x"}},
+        "zero++:nontrainable": {"zero_quantized_nontrainable_weights": True},
+        "zero++:loco": {"zero_quantized_gradients": True, "zeropp_loco_param": {}},
+        "mics:hierarchical": {"mics_shard_size": 4, "mics_hierarchical_params_gather": True},
     }
     data = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    for zero in (
-        asked,
-        {"zero_hpz_partition_size": 4},
-        {"offload_optimizer": {"device": "nvme", "nvme_path": "/x"}},
-    ):
-        config = zj.Config.load(data | {"zero_optimization": {"stage": 3, **zero}})
-        lacking = set(config.needs()) - SUPPORTED
-        assert set(config.needs()) <= {*BY_NAME.values(), "nvme"}
-        if not lacking:
-            continue
-        with pytest.raises(zj.ConfigError) as caught:
-            zj.initialize(lambda p, b: jnp.mean(p["w"]), {"w": np.ones(8, np.float32)}, config)
-        assert all(f"- {need}" in str(caught.value) for need in lacking)
+    config = zj.Config.load(data | {"zero_optimization": {"stage": 3, **asked[need]}})
+    assert need in config.needs() and need not in SUPPORTED
+    with pytest.raises(zj.ConfigError, match=f"- {re.escape(need)}"):
+        zj.initialize(lambda p, b: jnp.mean(p["w"]), {"w": np.ones(8, np.float32)}, config)

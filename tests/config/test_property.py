@@ -22,7 +22,7 @@ from zeroj.errors import ConfigError
 pytestmark = pytest.mark.filterwarnings("ignore:.*old spelling")
 ALL = keys.all_keys()
 PATHS = [*legal_paths(DsConfig), *(old.path for old in OLD)]
-LOAD = settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
+LOAD = settings(max_examples=700, deadline=None, suppress_health_check=list(HealthCheck))
 
 junk = st.recursive(
     st.none()

@@ -36,7 +36,7 @@ def test_bytes_on_the_first_device_counts_shards() -> None:
     assert workload.bytes_on_first_device({"a": split, "b": whole}) == 16 * 4 * 4 // 8 + 16 * 4 * 4
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(s, marks=pytest.mark.full) for s in (0, 1)), 3])
 def test_both_hand_written_steps_give_the_trajectory_of_plain_optax(stage: int) -> None:
     mesh = jax.make_mesh((2, 4), ("node", "local"), axis_types=(AxisType.Auto,) * 2)
     work = workload.small_gpt(layers=2, heads=2, width=32, context=16)

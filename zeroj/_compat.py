@@ -312,3 +312,13 @@ def wait_for_processes(name: str, seconds: int) -> None:
     except jax.errors.JaxRuntimeError as error:
         came = {int(key.rsplit("/", 1)[-1]) for key, _ in client.key_value_dir_get(f"{name}/")}
         raise ProcessesMissing(sorted(set(range(jax.process_count())) - came)) from error
+
+
+def cleaned_up(manager: Any) -> None:
+    """Waits for an Orbax manager's removal of unfinished folders, which it begins when it is made.
+
+    Nothing but its next save waits for that, and a program that ends before would have an error logged.
+    """
+    future = getattr(manager, "_cleanup_tmp_directory_future", None)
+    if future is not None:
+        future.result()

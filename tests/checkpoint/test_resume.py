@@ -13,7 +13,7 @@ from tests.checkpoint.toy import PARAMS, TX, noisy_loss, plan_of, save_first, tr
 
 
 @pytest.mark.parametrize(
-    ("stage", "precision"), [(3, "fp16"), pytest.param(1, "bf16", marks=pytest.mark.slow)]
+    ("stage", "precision"), [(3, "fp16"), pytest.param(1, "bf16", marks=pytest.mark.full)]
 )
 def test_a_new_process_goes_on_bit_by_bit(stage: int, precision: str, tmp_path: pathlib.Path) -> None:
     """H6: losses, schedule, counts, key, scale, moments and params; resumed twice, with accumulation."""

@@ -116,7 +116,7 @@ def run_examples(number: int, start: int, phases: tuple[Phase, ...] = (Phase.gen
 
 @pytest.mark.slow
 def test_random_programs_equal_plain_jax() -> None:
-    run_examples(20, 0)
+    run_examples(12, 0)
 
 
 @pytest.mark.full

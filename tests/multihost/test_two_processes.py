@@ -59,7 +59,7 @@ def run_processes(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", (1, 3))
+@pytest.mark.parametrize("stage", (pytest.param(1, marks=pytest.mark.full), 3))
 def test_two_processes_train_as_one(stage: int, tmp_path: Path) -> None:
     """Losses, norms, whole params on every process, and one more step after a checkpoint."""
     together = run_processes(tmp_path, stage)

@@ -7,8 +7,6 @@ buffers; the resident memory before the first step; the peak of the process.
 from __future__ import annotations
 
 import json
-import pathlib
-import resource
 import sys
 from typing import Any
 
@@ -17,13 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from tests.checkpoint.big import status
+
 #: Each layer is a matrix of 1 MiB.
 WIDTH = 512
 
 
 def resident() -> int:
-    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
+    return status("VmRSS")
 
 
 def main() -> None:
@@ -54,7 +53,7 @@ def main() -> None:
     for _ in range(2):
         state, metrics = step(state, rng.normal(size=(8, WIDTH)).astype(np.float32))
         losses.append(float(metrics["loss"]))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = status("VmHWM")  # not ru_maxrss, which counts the process that this one was forked from
     memory = plan.memory()
     said = {
         "on_disk": sum(memory.nvme.values()),

@@ -87,6 +87,7 @@ class Checkpointer:
             async_options=ocp.AsyncOptions(timeout_secs=timeout),
         )
         self._manager = ocp.CheckpointManager(self.directory, options=options)
+        _compat.cleaned_up(self._manager)
         self._catalog.refresh()
 
     @property

@@ -190,17 +190,61 @@ def test_params_may_be_a_function_and_tx_the_users_own() -> None:
         bare.get_lr()
 
 
-def test_two_optimizers_are_refused_and_a_schedule_without_its_optimizer_warns() -> None:
+def linear(params: Any, batch: Any) -> jax.Array:
+    return (batch @ params["w"]).mean()
+
+
+WARM_UP = {
+    "type": "WarmupLR",
+    "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 4, "warmup_type": "linear"},
+}
+
+
+def test_two_optimizers_are_refused() -> None:
     config = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    params = {"w": np.ones((8, 3), np.float32)}
     with pytest.raises(zj.ConfigError, match="Two optimizers"):
-        zj.initialize(lambda p, b: (b @ p["w"]).mean(), params, config, tx=optax.sgd(0.1))
-    only_schedule = {
-        "train_batch_size": 8,
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}},
-    }
-    with pytest.warns(UserWarning, match="does not reach an optimizer of your own"):
-        engine = zj.initialize(lambda p, b: (b @ p["w"]).mean(), params, only_schedule, tx=optax.sgd(0.1))
+        zj.initialize(linear, {"w": np.ones((8, 3), np.float32)}, config, tx=optax.sgd(0.1))
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_a_configured_schedule_sets_the_learning_rate_of_an_optimizer_of_ones_own(groups: bool) -> None:
+    """As that of a configured optimizer does; a skipped step does not advance it."""
+    params = {"w": np.ones((8, 3), np.float32), "v": np.ones((8, 3), np.float32)}
+    file = {"train_batch_size": 8, "scheduler": WARM_UP, "gradient_clipping": 0}
+    file |= {"zero_optimization": {"stage": 2}, "fp16": {"enabled": True, "initial_scale_power": 4}}
+
+    def loss(p: Any, batch: Any) -> jax.Array:
+        return (batch @ (p["w"] * p["v"]).astype(jnp.float32)).mean()
+
+    def own() -> optax.GradientTransformation:
+        return optax.inject_hyperparams(optax.adamw)(learning_rate=7.0, weight_decay=0.0)
+
+    tx = optax.multi_transform({"w": own(), "v": own()}, {"w": "w", "v": "v"}) if groups else own()
+    adamw = {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.0}}
+    mine = zj.initialize(loss, params, file, tx=tx)
+    theirs = zj.initialize(loss, params, file | {"optimizer": adamw})
+    rng = np.random.default_rng(0)
+    for n in range(6):
+        batch = rng.normal(size=(8, 8)).astype(np.float32) * (np.float32(np.inf) if n == 2 else 1)
+        assert mine.get_lr() == pytest.approx(theirs.get_lr())
+        mine.train_batch(batch)
+        theirs.train_batch(batch)
+        assert mine.was_step_applied() is theirs.was_step_applied() is (n != 2)
+    assert mine.get_lr() == pytest.approx([0.1])
+    found, wanted = (zj.full_params(e.state, e.plan) for e in (mine, theirs))
+    for name in params:
+        np.testing.assert_allclose(found[name], wanted[name], rtol=1e-6)
+
+
+def test_a_schedule_that_cannot_reach_the_optimizer_is_refused() -> None:
+    params, file = {"w": np.ones((8, 3), np.float32)}, {"train_batch_size": 8, "scheduler": WARM_UP}
+    with pytest.raises(zj.ConfigError, match=r"holds no 'learning_rate'.*optax\.inject_hyperparams"):
+        zj.initialize(linear, params, file, tx=optax.sgd(0.1))
+    cycle = {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}}
+    with pytest.raises(zj.ConfigError, match="cycle_momentum"):
+        own = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+        zj.initialize(linear, params, file | {"scheduler": cycle}, tx=own)
+    engine = zj.initialize(linear, params, {"train_batch_size": 8}, tx=optax.sgd(0.1))
     with pytest.raises(zj.ConfigError, match="has no 'learning_rate'"):
         engine.get_lr()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ from jax.sharding import Mesh
 from zeroj.checkpoint.saves import Saves
 from zeroj.config.batch import Batch, BatchSizes
 from zeroj.config.config import Config
+from zeroj.config.scheduled import scheduled
 from zeroj.errors import ConfigError
 from zeroj.gather.gradients import value_and_grad
 from zeroj.gather.scanned import find_scanned
@@ -23,6 +23,7 @@ from zeroj.plan.mesh import make_mesh, zero_axes_of
 from zeroj.plan.plan import SUPPORTED as plan_features
 from zeroj.plan.plan import Plan, make_plan
 from zeroj.plan.precision import make_precision
+from zeroj.plan.tree import abstract_init
 from zeroj.step.batch import cast_floats, shard_batch
 from zeroj.step.overflow import OverflowWatch
 from zeroj.step.state import TrainState, init_state
@@ -62,7 +63,7 @@ class Engine(Saves):
         self.global_steps = self.global_samples = 0
         self.loss_fn = loss_fn
         self._configured = bool(config.resolved()["optimizer"])
-        self._schedule = schedule or (config.make_schedule() if self._configured else None)
+        self._schedule = schedule or config.make_schedule()
         self._metrics: dict[str, Any] = {}
         self._checkpointers = {}
         self._gradients: Callable[..., Any] | None = None
@@ -283,6 +284,7 @@ def initialize(
     if scanned is None and example_batch is not None:
         carried = jax.eval_shape(model_state) if callable(model_state) else model_state
         scanned = find_scanned(loss_fn, shapes, example_batch, carried)
+    tx = _under_schedule(config, tx, shapes)
     options = {"trainable": trainable, "scanned": scanned, "aio": config.aio}
     plan = make_plan(shapes, tx, mesh, config.zero, precision=precision, **options)
     state = init_state(params, tx, plan, rng=rng, loss_scale=config.loss_scale, model_state=model_state)
@@ -304,13 +306,22 @@ def _optimizer(
         raise ConfigError(
             "Two optimizers: the config has the section 'optimizer', and tx= was given. Leave one of them out."
         )
-    if tx is not None and config.make_schedule() is not None:
-        warnings.warn(
-            "The config's scheduler does not reach an optimizer of your own: make it with "
-            "zj.Config.load(...).make_schedule() as its learning rate.",
-            stacklevel=3,
-        )
     return configured if tx is None else tx
+
+
+def _under_schedule(config: Config, tx: optax.GradientTransformation, params: Any) -> Any:
+    """An optimizer of the user's own under the config's schedule, if there is one."""
+    rate = config.make_schedule()
+    if rate is None or config.resolved()["optimizer"]:
+        return tx
+    section: Any = config.resolved()["scheduler"]
+    if section["type"] == "OneCycle" and section["params"].get("cycle_momentum", True):
+        raise ConfigError(
+            "scheduler.params.cycle_momentum: OneCycle cannot set the momentum of an optimizer given as tx=. "
+            "Set it to false, or configure the section 'optimizer'."
+        )
+    state, _ = abstract_init(tx, params)
+    return scheduled(tx, rate, state)
 
 
 def _check_supported(config: Config) -> None:

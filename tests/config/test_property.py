@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
+import zeroj as zj
 from tests.config import keys
 from zeroj.config import Config
 from zeroj.config.auto import ARGUMENTS
@@ -17,12 +21,17 @@ from zeroj.config.names import legal_paths
 from zeroj.config.old import OLD, put
 from zeroj.config.reader import read
 from zeroj.config.schema import DsConfig
-from zeroj.errors import ConfigError
+from zeroj.errors import ConfigError, PlanError
+from zeroj.plan.precision import make_precision
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*old spelling")
 ALL = keys.all_keys()
 PATHS = [*legal_paths(DsConfig), *(old.path for old in OLD)]
 LOAD = settings(max_examples=700, deadline=None, suppress_health_check=list(HealthCheck))
+
+PARAMS = {"w": jax.ShapeDtypeStruct((16, 24), np.float32), "b": jax.ShapeDtypeStruct((24,), np.float32)}
+SGD = optax.sgd(0.1)
+MESH = zj.make_mesh(node=2, local=4)
 
 junk = st.recursive(
     st.none()
@@ -58,7 +67,26 @@ def use(data: Any, **given_arguments: Any) -> bool:
         assert sizes.train == sizes.micro * sizes.accumulation * 4
     except ConfigError:
         event("batch refused")
+    plan(config, tx)
     return True
+
+
+def plan(config: Config, tx: optax.GradientTransformation | None) -> None:
+    """A config that loaded gives a plan, or says what of it these devices or this version cannot do."""
+    try:
+        precision = make_precision(
+            config.precision,
+            config.communication_dtype,
+            config.grad_accum_dtype,
+            low_master=config.master_dtype != "fp32",
+        )
+        made = zj.make_plan(PARAMS, tx or SGD, MESH, config.zero, precision=precision, aio=config.aio)
+    except (ConfigError, PlanError) as error:
+        event("plan refused")
+        assert len(str(error)) > 40
+        return
+    event("planned")
+    assert made.memory().device_total > 0
 
 
 def merged(chosen: list[keys.Key], draw: Any) -> dict[str, Any]:

@@ -226,14 +226,28 @@ def test_a_configured_schedule_sets_the_learning_rate_of_an_optimizer_of_ones_ow
     rng = np.random.default_rng(0)
     for n in range(6):
         batch = rng.normal(size=(8, 8)).astype(np.float32) * (np.float32(np.inf) if n == 2 else 1)
-        assert mine.get_lr() == pytest.approx(theirs.get_lr())
+        assert mine.get_lr() == pytest.approx(theirs.get_lr() * (1 + groups))
         mine.train_batch(batch)
         theirs.train_batch(batch)
         assert mine.was_step_applied() is theirs.was_step_applied() is (n != 2)
-    assert mine.get_lr() == pytest.approx([0.1])
+    assert mine.get_lr() == pytest.approx([0.1] * (1 + groups))
     found, wanted = (zj.full_params(e.state, e.plan) for e in (mine, theirs))
     for name in params:
         np.testing.assert_allclose(found[name], wanted[name], rtol=1e-6)
+
+
+def test_groups_of_params_have_learning_rates_of_their_own() -> None:
+    params = {"w": np.ones(8, np.float32), "v": np.ones(8, np.float32)}
+    rates = {"w": 0.5, "v": 0.25}
+    own = {k: optax.inject_hyperparams(optax.sgd)(learning_rate=v) for k, v in rates.items()}
+    tx = optax.multi_transform(own, {"w": "w", "v": "v"})
+    file = {"train_batch_size": 8, "gradient_clipping": 0, "zero_optimization": {"stage": 2}}
+    engine = zj.initialize(lambda p, b: jnp.mean(b) * jnp.sum(p["w"] + p["v"]), params, file, tx=tx)
+    assert sorted(engine.get_lr()) == [0.25, 0.5]
+    engine.train_batch(np.ones(8, np.float32))
+    found = zj.full_params(engine.state, engine.plan)
+    for name, rate in rates.items():
+        np.testing.assert_allclose(found[name], 1 - rate)
 
 
 def test_a_schedule_that_cannot_reach_the_optimizer_is_refused() -> None:

@@ -103,7 +103,11 @@ class Engine(Saves):
         self._overflow.see(self._metrics)
         self.global_steps += 1
         self.global_samples += next(x.shape[0] for x in jax.tree.leaves(placed) if x.ndim)
-        shown = self._metrics | {"lr": self._learning_rate()} if monitor.reads else self._metrics
+        shown = (
+            self._metrics | {"lr": next(iter(self._learning_rates()), None)}
+            if monitor.reads
+            else self._metrics
+        )
         monitor.after_step(self.global_steps, self.global_samples, shown)
         return self._metrics
 
@@ -121,28 +125,32 @@ class Engine(Saves):
         return bool(self._metrics) and bool(self._metrics["applied"])
 
     def get_lr(self) -> list[float]:
-        """The learning rate of the next update, as a list of one, as DeepSpeed returns it.
+        """The learning rate of the next update of each group of params; of a configured optimizer there is one.
+
+        Groups are those of an optimizer of the user's own: each ``optax.inject_hyperparams`` in it, in the order
+        of its state.
 
         Raises:
             ConfigError: the optimizer is the user's own, and its state holds no ``learning_rate``.
         """
-        found = self._learning_rate()
-        if found is None:
+        found = self._learning_rates()
+        if not found:
             raise ConfigError(
                 "get_lr: the optimizer is your own and its state has no 'learning_rate'. "
                 "Make it with optax.inject_hyperparams, or configure 'optimizer' or 'scheduler'."
             )
-        return [float(found)]
+        return [float(rate) for rate in found]
 
-    def _learning_rate(self) -> Any:
-        """The learning rate of the next update, on the device or off it; None where it cannot be known."""
+    def _learning_rates(self) -> list[Any]:
+        """The rates of the next update, on the device or off it; none where they cannot be known."""
+        inner = self.state.opt_state.inner
+        found = [rate for _, rate in optax.tree_utils.tree_get_all_with_path(inner, "learning_rate")]
         if self._schedule is not None:
-            return self._schedule(self.state.step)
-        found = optax.tree_utils.tree_get(self.state.opt_state.inner, "learning_rate", default=None)
-        if found is None and self._configured:
+            return [self._schedule(self.state.step)] * max(len(found), 1)
+        if not found and self._configured:
             section = self.config.resolved()["optimizer"] or {}
-            found = section.get("params", {}).get("lr")
-        return jnp.copy(found) if isinstance(found, jax.Array) else found  # the next step takes the state
+            found = [section.get("params", {}).get("lr")]
+        return [jnp.copy(rate) if isinstance(rate, jax.Array) else rate for rate in found if rate is not None]
 
     def get_global_grad_norm(self) -> float | None:
         """The global gradient norm of the last update, before clipping; None before the first."""

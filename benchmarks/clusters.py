@@ -163,9 +163,15 @@ class Compiled:
 
 
 def compile_zeroj(
-    shape: Shape, stage: int, nodes: int, gpus: int = 8, profile: str = "default", **zero: Any
+    shape: Shape,
+    stage: int,
+    nodes: int,
+    gpus: int = 8,
+    profile: str = "default",
+    gpu: str = "h100",
+    **zero: Any,
 ) -> Compiled:
-    """zeroj's own train step for ``nodes`` x ``gpus`` H100s; bf16, adamw, clipped.
+    """zeroj's own train step for ``nodes`` x ``gpus`` GPUs; bf16, adamw, clipped.
 
     Args:
         shape: the model and the batch.
@@ -173,9 +179,10 @@ def compile_zeroj(
         nodes: number of nodes.
         gpus: GPUs per node.
         profile: the compiler's flags.
+        gpu: which GPU.
         **zero: further fields of :class:`zeroj.Zero`.
     """
-    target = zj.aot.Target("h100", nodes=nodes, gpus_per_node=gpus)
+    target = zj.aot.Target(gpu, nodes=nodes, gpus_per_node=gpus)
     mesh, tx = target.mesh(), optax.adamw(1e-3)
     scanned = ["blocks"] if shape.scan else None
     plan = zj.make_plan(

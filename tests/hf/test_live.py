@@ -21,6 +21,7 @@ import zeroj as zj
 from tests.hf.make_fixtures import configs, make_model
 from tests.hf.rows import rows
 from tests.hf.test_fixtures import FOLDER, example
+from tests.trainer.test_arguments import STAGE_3
 from zeroj.trainer.refused import NO_EFFECT, THEIR_DEFAULTS
 
 pytestmark = [pytest.mark.usefixtures("compile_fast"), pytest.mark.hf]
@@ -28,43 +29,8 @@ CPU = {"device": "cpu", "pin_memory": True}
 #: What their constructor adds to its arguments.
 DERIVED = {"distributed_state", "deepspeed_plugin", "fsdp_plugin_args", "mixed_precision"}
 #: The commonest config: Hugging Face's ZeRO-3 template, full of "auto", with host offload.
-COMMONEST: dict[str, Any] = {
-    "fp16": {
-        "enabled": "auto",
-        "loss_scale": 0,
-        "loss_scale_window": 1000,
-        "initial_scale_power": 16,
-        "hysteresis": 2,
-        "min_loss_scale": 1,
-    },
-    "optimizer": {
-        "type": "AdamW",
-        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
-    },
-    "scheduler": {
-        "type": "WarmupLR",
-        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
-    },
-    "zero_optimization": {
-        "stage": 3,
-        "offload_optimizer": CPU,
-        "offload_param": CPU,
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "sub_group_size": 1e9,
-        "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto",
-        "stage3_max_live_parameters": 1e9,
-        "stage3_max_reuse_distance": 1e9,
-        "stage3_gather_16bit_weights_on_model_save": True,
-    },
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "steps_per_print": 2000,
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "wall_clock_breakdown": False,
+COMMONEST: dict[str, Any] = STAGE_3 | {
+    "zero_optimization": STAGE_3["zero_optimization"] | {"offload_optimizer": CPU, "offload_param": CPU}
 }
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from zeroj.errors import SpillError
 from zeroj.spill.buffers import PAGE, aligned, digest, is_aligned, page_sums, round_up
-from zeroj.spill.store import Pending, check_room, fault, leaf_of, os_fault
+from zeroj.spill.store import Pending, check_room, fault, os_fault, reserved
 
 #: Threads of one store at most, whatever queue_depth and threads multiply to.
 MOST_THREADS = 64
@@ -87,13 +87,13 @@ class DirectStore:
 
     def write(self, name: str, data: np.ndarray) -> Pending:
         """Begins to write a piece; see :class:`Store`."""
-        file = self._file(name, data)
+        file = reserved(self._files, name, data)
         file.written, file.checksum = False, None  # until this write is whole, there is no data
         return self._start(_Job(self, name, file, data, writing=True))
 
     def read(self, name: str, out: np.ndarray) -> Pending:
         """Begins to read a piece; see :class:`Store`."""
-        file = self._file(name, out)
+        file = reserved(self._files, name, out)
         if not file.written:
             raise fault(name, file.path, f"{file.nbytes} bytes", "nothing: the piece was never written whole")
         return self._start(_Job(self, name, file, out, writing=False))
@@ -111,16 +111,6 @@ class DirectStore:
     def close(self) -> None:
         """Waits, and ends the threads; see :class:`Store`."""
         self._workers.shutdown(wait=True)
-
-    def _file(self, name: str, data: np.ndarray) -> _File:
-        if name not in self._files:
-            raise SpillError(f"No room was reserved for leaf {leaf_of(name)!r} (piece {name!r}).")
-        file = self._files[name]
-        if data.nbytes != file.nbytes or data.dtype != np.uint8:
-            raise SpillError(
-                f"Leaf {leaf_of(name)!r} (piece {name!r}): reserved {file.nbytes} bytes, given {data.nbytes}."
-            )
-        return file
 
     def _start(self, job: _Job) -> Pending:
         share = max(1, min(job.blocks, self._workers._max_workers))

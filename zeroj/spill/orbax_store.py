@@ -17,7 +17,7 @@ import numpy as np
 import tensorstore as ts
 
 from zeroj.errors import SpillError
-from zeroj.spill.store import REMEDY, Pending, check_room, fault, leaf_of
+from zeroj.spill.store import REMEDY, Pending, check_room, fault, leaf_of, reserved
 
 #: Files read or written at once by one store.
 CONCURRENCY = 16
@@ -79,14 +79,14 @@ class OrbaxStore:
 
     def write(self, name: str, data: np.ndarray) -> Pending:
         """Begins to write a piece; see :class:`Store`."""
-        array = self._array(name, data)
+        array = reserved(self._arrays, name, data)
         array.written = False
         future = array.store.write(data, can_reference_source_data_indefinitely=True)
         return _Moving(self, name, array, future, writing=True)
 
     def read(self, name: str, out: np.ndarray) -> Pending:
         """Begins to read a piece; see :class:`Store`."""
-        array = self._array(name, out)
+        array = reserved(self._arrays, name, out)
         if not array.written:
             raise fault(
                 name, array.path, f"{array.nbytes} bytes", "nothing: the piece was never written whole"
@@ -114,16 +114,6 @@ class OrbaxStore:
         found = f"{os.stat(path).st_size} bytes" if os.path.exists(path) else "no file"
         if found != f"{expected} bytes":
             raise fault(name, path, f"{expected} bytes", found)
-
-    def _array(self, name: str, data: np.ndarray) -> _Array:
-        if name not in self._arrays:
-            raise SpillError(f"No room was reserved for leaf {leaf_of(name)!r} (piece {name!r}).")
-        array = self._arrays[name]
-        if data.nbytes != array.nbytes or data.dtype != np.uint8:
-            raise SpillError(
-                f"Leaf {leaf_of(name)!r} (piece {name!r}): reserved {array.nbytes} bytes, given {data.nbytes}."
-            )
-        return array
 
     def _create(self, name: str, path: str, nbytes: int) -> Any:
         checksum = [{"name": "crc32c"}] if self.verify else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -59,6 +59,33 @@ class Store(Protocol):
 def leaf_of(name: str) -> str:
     """The leaf that a piece belongs to."""
     return name.split("#")[0]
+
+
+class Reserved(Protocol):
+    """What a store keeps of a piece: at least its size."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that were reserved."""
+
+
+R = TypeVar("R", bound=Reserved)
+
+
+def reserved(pieces: Mapping[str, R], name: str, data: np.ndarray) -> R:
+    """The store's entry for a piece that ``data`` is to be read into or written from.
+
+    Raises:
+        SpillError: no room was reserved for it, or ``data`` is not flat bytes of its size.
+    """
+    if name not in pieces:
+        raise SpillError(f"No room was reserved for leaf {leaf_of(name)!r} (piece {name!r}).")
+    piece = pieces[name]
+    if data.nbytes != piece.nbytes or data.dtype != np.uint8:
+        raise SpillError(
+            f"Leaf {leaf_of(name)!r} (piece {name!r}): reserved {piece.nbytes} bytes, given {data.nbytes}."
+        )
+    return piece
 
 
 def fault(name: str, path: str, expected: str, found: str) -> SpillError:

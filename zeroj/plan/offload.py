@@ -1,8 +1,9 @@
-"""Which leaves' optimizer state lives in host memory."""
+"""Which params, and which of their optimizer state, live in host memory or in files."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -41,12 +42,27 @@ def offloaded(plan: Plan) -> Plan:
     if part is None or part.device != "cpu":
         return plan
     kind = host_kind(plan.mesh, part.pin_memory)
-    chosen = _choose(state_bytes(plan), part.ratio)
-    leaves = tuple(replace(x, state_memory=kind) if x.path in chosen else x for x in plan.leaves)
+    return _state_moved(plan, kind, part.ratio, lambda p, _: math.prod(p.shape) > plan.threshold)
+
+
+def _state_moved(plan: Plan, kind: str, ratio: float, large: Callable[[Placement, Any], bool]) -> Plan:
+    """The plan with ``ratio`` of its optimizer state in another memory kind: of that, what is large enough.
+
+    Args:
+        plan: the plan.
+        kind: the memory kind, or NVME.
+        ratio: by bytes.
+        large: whether an array of a placement and dtype is moved.
+    """
+    chosen = _choose(state_bytes(plan), ratio)
+    leaves = tuple(
+        replace(x, state_memory=kind)
+        if x.path in chosen and large(plan.state_placement(x), plan.master_dtype(x))
+        else x
+        for x in plan.leaves
+    )
     state = tuple(
-        replace(s, placement=s.placement.at(kind))
-        if s.owner in chosen and math.prod(s.placement.shape) > plan.threshold
-        else s
+        replace(s, placement=s.placement.at(kind)) if s.owner in chosen and large(s.placement, s.dtype) else s
         for s in plan.state_leaves
     )
     return replace(plan, leaves=leaves, state_leaves=state)
@@ -76,22 +92,7 @@ def _spilled(plan: Plan, smallest: int, ratio: float) -> Plan:
             'offload_optimizer "nvme" with offload_param "cpu" is not done yet: the update of state in files puts '
             'new params on the device. Use "cpu" for both, or leave offload_param out.'
         )
-    chosen = _choose(state_bytes(plan), ratio)
-
-    def large(placement: Placement, dtype: Any) -> bool:
-        return shard_bytes(plan, placement, dtype) >= smallest
-
-    leaves = tuple(
-        replace(x, state_memory=NVME)
-        if x.path in chosen and large(plan.state_placement(x), plan.master_dtype(x))
-        else x
-        for x in plan.leaves
-    )
-    state = tuple(
-        replace(s, placement=s.placement.at(NVME)) if s.owner in chosen and large(s.placement, s.dtype) else s
-        for s in plan.state_leaves
-    )
-    return replace(plan, leaves=leaves, state_leaves=state)
+    return _state_moved(plan, NVME, ratio, lambda p, dtype: shard_bytes(plan, p, dtype) >= smallest)
 
 
 def state_bytes(plan: Plan) -> dict[str, int]:

@@ -256,3 +256,44 @@ def custom_jvp_of_params() -> Form:
         return x * t, dx * t + x * (1 - t * t) * dw
 
     return {"w": normal(1, D)}, lambda p, x: square(gate(x, p["w"])), data()
+
+
+def _offloading(kind: str) -> Any:
+    """A policy of the user's own that keeps a layer's input, or its products, in host memory."""
+    policies = jax.checkpoint_policies
+    if kind == "names":
+        return policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=["x"],
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    return policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+
+
+def _named_block(x: jax.Array, p: Any) -> jax.Array:
+    return block(checkpoint_name(x, "x"), p)
+
+
+@form
+def remat_offloads_named_scan() -> Form:
+    f = jax.checkpoint(_named_block, policy=_offloading("names"))
+    return stack(L), lambda p, x: square(jax.lax.scan(lambda x, q: (f(x, q), None), x, p)[0]), data()
+
+
+@form
+def remat_offloads_named_layers() -> Form:
+    f = jax.checkpoint(_named_block, policy=_offloading("names"))
+    return [stack() for _ in range(L)], lambda p, x: square(layers(p, x, f)), data()
+
+
+@form
+def remat_offloads_products_scan() -> Form:
+    f = jax.checkpoint(_named_block, policy=_offloading("dots"))
+    return stack(L), lambda p, x: square(jax.lax.scan(lambda x, q: (f(x, q), None), x, p)[0]), data()
+
+
+@form
+def remat_offloads_products_layers() -> Form:
+    f = jax.checkpoint(_named_block, policy=_offloading("dots"))
+    return [stack() for _ in range(L)], lambda p, x: square(layers(p, x, f)), data()

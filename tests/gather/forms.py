@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas
 
 Form = tuple[Any, Callable[..., Any], Any]
 FORMS: dict[str, Callable[[], Form]] = {}
@@ -297,3 +298,47 @@ def remat_offloads_products_scan() -> Form:
 def remat_offloads_products_layers() -> Form:
     f = jax.checkpoint(_named_block, policy=_offloading("dots"))
     return [stack() for _ in range(L)], lambda p, x: square(layers(p, x, f)), data()
+
+
+def _product_kernel(x_ref: Any, w_ref: Any, out_ref: Any) -> None:
+    out_ref[...] = x_ref[...] @ w_ref[...]
+
+
+def _kernel_product(x: jax.Array, w: jax.Array) -> jax.Array:
+    shape = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype)
+    return pallas.pallas_call(_product_kernel, out_shape=shape, interpret=True)(x, w)
+
+
+@jax.custom_vjp
+def _product(x: jax.Array, w: jax.Array) -> jax.Array:
+    return _kernel_product(x, w)
+
+
+_product.defvjp(
+    lambda x, w: (_kernel_product(x, w), (x, w)),
+    lambda kept, ct: (_kernel_product(ct, kept[1].T), _kernel_product(kept[0].T, ct)),
+)
+
+
+def _pallas_block(x: jax.Array, p: Any) -> jax.Array:
+    return x + _product(jnp.tanh(_product(x, p["w"])), p["v"]) + p["b"]
+
+
+@form
+def pallas_kernels_in_a_rematerialised_loop() -> Form:
+    f = jax.checkpoint(_pallas_block)
+    return stack(L), lambda p, x: square(jax.lax.scan(lambda x, q: (f(x, q), None), x, p)[0]), data()
+
+
+@form
+def custom_batching() -> Form:
+    @jax.custom_batching.custom_vmap
+    def f(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ w)
+
+    @f.def_vmap
+    def _rule(size: int, batched: list[bool], x: jax.Array, w: jax.Array) -> tuple[jax.Array, bool]:
+        assert batched == [True, False]
+        return jnp.tanh(jnp.einsum("bi,ij->bj", x, w)), True
+
+    return stack(), lambda p, x: square(jax.vmap(f, (0, None))(x, p["w"]) @ p["v"] + p["b"]), data()

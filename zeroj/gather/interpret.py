@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from zeroj import _compat
 from zeroj.gather import kept, lazy
 from zeroj.gather.reductions import Reduction, ReductionPlan, Reductions, is_zero, place_reductions
+from zeroj.gather.regions import NotAlike, Operands, Regions
 from zeroj.gather.stacks import Restacked, only_sliced, restack, warn_whole
-from zeroj.gather.tokens import Gather, Gathers
+from zeroj.gather.tokens import Gather, Gathers, Tokens
 from zeroj.gather.uniform import Uniform
 
 
@@ -39,6 +40,7 @@ class Interpreter:
         self.reuse = reuse
         self.max_live = max_live
         self.gathers = Gathers(gather, bucket, reuse)
+        self.regions = Regions()
 
     def run(
         self,
@@ -180,6 +182,7 @@ def _scan(
         slices = dict(zip(stacks, shard_slices, strict=True))
         args = [lazy.slice_of(x, slices) if s else p for x, s, p in zip(xs, staying, plain_xs, strict=True)]
         inner = Interpreter(self.gather, self.bucket, self.reuse, self.max_live)
+        inner.regions = self.regions
         inner.gathers.free_start = True
         inner.gathers.kept = kept.sliced(known, near_slices, slices)
         before = dict(inner.gathers.kept)
@@ -215,20 +218,46 @@ def _scan(
 def _remat(
     self: Interpreter, eqn: _compat.Eqn, operands: list[Any], wanted: Reductions, uniform: Uniform
 ) -> list[Any]:
-    """A region that the backward pass recomputes.
+    """A region that the backward pass recomputes; walked once for all layers that are alike."""
+    called = _compat.called_program(eqn)
+    assert called is not None
+    inner = uniform.of_call(eqn, called.jaxpr)
+    if self.reuse == math.inf:  # what the region gathers outlives it
+        return _recomputed(self, eqn, operands, wanted, inner)
+    try:
+        taken = Operands(operands)
+        key = self.regions.key(eqn, taken, wanted, inner.inputs(), self.gathers.progress())
+
+        def walk(arrays: list[jax.Array], tokens: Tokens) -> tuple[list[Any], Gathers]:
+            within = Interpreter(self.gather, self.bucket, self.reuse, self.max_live)
+            within.regions, within.gathers = self.regions, self.gathers.part(tokens)
+            return _recomputed(within, eqn, taken.rebuilt(arrays), wanted, inner), within.gathers
+
+        outs, tokens, progress = self.regions.call(key, walk, taken.arrays, self.gathers.tokens())
+    except NotAlike:
+        return _recomputed(self, eqn, operands, wanted, inner)
+    self.gathers.after(tokens, progress)
+    return outs
+
+
+def _recomputed(
+    self: Interpreter, eqn: _compat.Eqn, operands: list[Any], wanted: Reductions, uniform: Uniform
+) -> list[Any]:
+    """Walks such a region.
 
     Its activations go behind a barrier, as JAX itself does, or XLA would keep the forward's results instead.
     Within the region a gathered parameter serves the recomputation and the backward alike.
     """
     called = _compat.called_program(eqn)
     assert called is not None
+    operands = list(operands)
     self.gathers.enter_region([s for value in operands for s in lazy.shards_of(value)], self.max_live)
     if eqn.params.get("differentiated"):
         at_hand = [i for i, v in enumerate(operands) if isinstance(v, jax.Array)]
         held = self.gathers.hold([operands[i] for i in at_hand])
         for i, value in zip(at_hand, held, strict=True):
             operands[i] = value
-    outs = self.run(called, operands, wanted, uniform=uniform.of_call(eqn, called.jaxpr))
+    outs = self.run(called, operands, wanted, uniform=uniform)
     self.gathers.leave_region()
     onward = [
         i for i, (v, w) in enumerate(zip(outs, wanted, strict=True)) if w is None and isinstance(v, jax.Array)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,20 @@ class Gather(Protocol):
 
     def gather(self, near: jax.Array, placement: Placement, dtype: np.dtype) -> jax.Array:
         """The whole parameter, in the user's shape."""
+
+
+Tokens = tuple[jax.Array, ...]
+
+
+class Progress(NamedTuple):
+    """Where in its buckets a straight piece of program stands."""
+
+    free_start: bool
+    started: bool
+    in_bucket: int
+    opens: bool
+    unheld: int
+    in_region: bool
 
 
 class Gathers:
@@ -62,6 +76,31 @@ class Gathers:
         self._in_region = False
         self._whole: dict[tuple[int, str], tuple[int, Shard, jax.Array]] = {}
         self.kept: Kept = {}
+
+    def tokens(self) -> Tokens:
+        """What a part of the program that is a function of its own takes in and gives out."""
+        return self.gate, self.ready, self.made, self._reduced, self._reduced_earlier
+
+    def progress(self) -> Progress:
+        """What the next gathers depend on beside the tokens."""
+        started = bool(self._total)
+        return Progress(self.free_start, started, self._in_bucket, self._opens, self._unheld, self._in_region)
+
+    def part(self, tokens: Tokens) -> Gathers:
+        """Gathers that go on from here within such a part."""
+        inner = Gathers(self._gather, self.bucket, self.reuse)
+        inner._go_on(tokens, self.progress())
+        return inner
+
+    def after(self, tokens: Tokens, progress: Progress) -> None:
+        """Goes on where the gathers of such a part stopped, none of which is used again."""
+        self._go_on(tokens, progress)
+        self._whole = {}
+
+    def _go_on(self, tokens: Tokens, progress: Progress) -> None:
+        self.gate, self.ready, self.made, self._reduced, self._reduced_earlier = tokens
+        self.free_start, started, self._in_bucket, self._opens, self._unheld, self._in_region = progress
+        self._total = int(started)  # distances count from here: nothing that was gathered before is at hand
 
     def issue(self, shards: Sequence[Shard]) -> None:
         """Gathers those of ``shards`` that are not at hand."""

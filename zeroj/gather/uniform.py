@@ -40,6 +40,10 @@ class Uniform:
         layout = _compat.scan_layout(eqn)
         return Uniform(layout.body.jaxpr, lambda: _scan_inputs(layout, [v in self for v in eqn.invars]))
 
+    def inputs(self) -> list[bool]:
+        """For each input whether it is uniform."""
+        return [False] * len(self.jaxpr.invars) if self._inputs is None else list(self._inputs())
+
     def outputs(self) -> list[bool]:
         """For each output whether it is uniform."""
         return [v in self for v in self.jaxpr.outvars]

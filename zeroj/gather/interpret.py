@@ -222,7 +222,8 @@ def _remat(
     called = _compat.called_program(eqn)
     assert called is not None
     inner = uniform.of_call(eqn, called.jaxpr)
-    if self.reuse == math.inf:  # what the region gathers outlives it
+    shards = [s for value in operands for s in lazy.shards_of(value)]
+    if self.reuse == math.inf or self.gathers.has(shards):  # what is gathered outlives the region, or comes into it
         return _recomputed(self, eqn, operands, wanted, inner)
     try:
         taken = Operands(operands)

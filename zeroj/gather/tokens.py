@@ -32,6 +32,9 @@ class Gather(Protocol):
         """The whole parameter, in the user's shape."""
 
 
+#: Elements of a gradient whose sum over devices takes its latency rather than its bytes.
+SMALL = 2**16
+
 Tokens = tuple[jax.Array, ...]
 
 
@@ -153,9 +156,15 @@ class Gathers:
         return self._unheld >= self.bucket
 
     def reduce(self, grad: jax.Array, reduction: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """Reduces a gradient over devices, in step with the backward pass."""
+        """Reduces a gradient over devices, in step with the backward pass.
+
+        A small one is made in step, but summed when it suits: it holds no memory, and XLA joins the sums of many
+        layers to one, where each by itself would cost its latency between two large ones.
+        """
         self._unheld += grad.size
         grad, self.made = jax.lax.optimization_barrier((grad, self.made))
+        if grad.size <= SMALL:
+            return reduction(grad)
         reduced, self._reduced = jax.lax.optimization_barrier((reduction(grad), self._reduced))
         return reduced
 
@@ -171,12 +180,19 @@ class Gathers:
         self._outer.append((self._in_region, self.reuse))
         self._in_region = True
         if self.reuse != math.inf:
-            self.reuse, self._whole = max_live, {}
+            self.reuse, self._whole = max_live, self._at_hand(shards)
         if shards:
             self._open()
             if 2 * sum(shard.size for shard in shards) <= max_live:
                 self._in_bucket = -max_live
                 self.issue(shards)
+
+    def has(self, shards: Sequence[Shard]) -> bool:
+        """Whether one of ``shards`` is at hand: the last layer's, where the forward pass turns into the backward."""
+        return bool(self._at_hand(shards))
+
+    def _at_hand(self, shards: Sequence[Shard]) -> dict[tuple[int, str], tuple[int, Shard, jax.Array]]:
+        return {key: self._whole[key] for key in map(_key, shards) if key in self._whole}
 
     def leave_region(self) -> None:
         """Ends the region: nothing that it gathered is used again."""

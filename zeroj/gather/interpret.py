@@ -138,9 +138,11 @@ class Interpreter:
         """Gathers what the equation needs, evaluates it, and lets go."""
         lazies = [value for value in operands if lazy.is_lazy(value)]
         with _compat.source_of(eqn):
-            self.gathers.issue([shard for value in lazies for shard in lazy.shards_of(value)])
+            shards = [shard for value in lazies for shard in lazy.shards_of(value)]
+            self.gathers.issue(shards)
             at_hand = [i for i, v in enumerate(operands) if isinstance(v, jax.Array)]
-            held = dict(zip(at_hand, self.gathers.before_use([operands[i] for i in at_hand]), strict=True))
+            values = self.gathers.before_use([operands[i] for i in at_hand], shards)
+            held = dict(zip(at_hand, values, strict=True))
             whole = [lazy.evaluate(held.get(i, v), self.gathers.whole) for i, v in enumerate(operands)]
         return _compat.bind(eqn, whole)
 
@@ -223,7 +225,9 @@ def _remat(
     assert called is not None
     inner = uniform.of_call(eqn, called.jaxpr)
     shards = [s for value in operands for s in lazy.shards_of(value)]
-    if self.reuse == math.inf or self.gathers.has(shards):  # what is gathered outlives the region, or comes into it
+    if self.reuse == math.inf or self.gathers.has(
+        shards
+    ):  # what is gathered outlives the region, or comes into it
         return _recomputed(self, eqn, operands, wanted, inner)
     try:
         taken = Operands(operands)
@@ -252,7 +256,7 @@ def _recomputed(
     called = _compat.called_program(eqn)
     assert called is not None
     operands = list(operands)
-    self.gathers.enter_region([s for value in operands for s in lazy.shards_of(value)], self.max_live)
+    self.gathers.enter_region(_in_order_of_use(called.jaxpr, operands), self.max_live)
     if eqn.params.get("differentiated"):
         at_hand = [i for i, v in enumerate(operands) if isinstance(v, jax.Array)]
         held = self.gathers.hold([operands[i] for i in at_hand])
@@ -266,6 +270,21 @@ def _recomputed(
     for i, value in zip(onward, self.gathers.after_gradients([outs[i] for i in onward]), strict=True):
         outs[i] = value
     return outs
+
+
+def _in_order_of_use(jaxpr: _compat.Jaxpr, operands: Sequence[Any]) -> list[lazy.Shard]:
+    """The shards among a program's inputs, each once, by the first equation that reads them."""
+    of = {v: lazy.shards_of(value) for v, value in zip(jaxpr.invars, operands, strict=True)}
+    made_of: dict[Any, list[lazy.Shard]] = {v: shards for v, shards in of.items() if shards}
+    found: dict[lazy.Shard, None] = {}
+    for eqn in jaxpr.eqns:
+        read = [made_of[v] for v in eqn.invars if not isinstance(v, _compat.Literal) and v in made_of]
+        if read and len(read) == len(eqn.invars):  # of params alone: it waits for its own use
+            made_of |= {v: [s for shards in read for s in shards] for v in eqn.outvars}
+            continue
+        found |= {shard: None for shards in read for shard in shards}
+    found |= {shard: None for shards in of.values() for shard in shards}
+    return list(found)
 
 
 def _whole_first(

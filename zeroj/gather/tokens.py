@@ -8,8 +8,9 @@ of the bucket before is about to start. Every output of a barrier must be used, 
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 import jax
@@ -32,9 +33,6 @@ class Gather(Protocol):
         """The whole parameter, in the user's shape."""
 
 
-#: Elements of a gradient whose sum over devices takes its latency rather than its bytes.
-SMALL = 2**16
-
 Tokens = tuple[jax.Array, ...]
 
 
@@ -47,6 +45,16 @@ class Progress(NamedTuple):
     opens: bool
     unheld: int
     in_region: bool
+
+
+class Sum(Protocol):
+    """Sums a gradient over devices."""
+
+    def __call__(self, value: jax.Array) -> jax.Array:
+        """The sum, where it is kept."""
+
+    def small(self, elements: int) -> bool:
+        """Whether so many elements hold no memory that counts, and are better summed together with others."""
 
 
 class Gathers:
@@ -78,6 +86,7 @@ class Gathers:
         self._outer: list[tuple[bool, float]] = []
         self._in_region = False
         self._whole: dict[tuple[int, str], tuple[int, Shard, jax.Array]] = {}
+        self._next: dict[tuple[int, str], tuple[int, str]] = {}
         self.kept: Kept = {}
 
     def tokens(self) -> Tokens:
@@ -126,10 +135,21 @@ class Gathers:
                 self.kept[Key(*key)] = Near(shard, near)
             self._whole[key] = (self._total, shard, self._gather.gather(near, shard.placement, shard.dtype))
 
-    def before_use(self, values: Sequence[jax.Array]) -> list[jax.Array]:
-        """Marks the start of the first use in a bucket; the next bucket's gathers wait for ``values``."""
+    def before_use(self, values: Sequence[jax.Array], shards: Sequence[Shard]) -> list[jax.Array]:
+        """Marks the start of the first use in a bucket; the next bucket's gathers wait for ``values``.
+
+        In a region ``values`` also wait for the params of the next use: XLA starts a gather as late as it thinks
+        will do, and does not reckon with those that are under way before it.
+        """
+        values = list(values)
+        following = [self._next[key] for key in map(_key, shards) if key in self._next]
+        following = [key for key in following if key in self._whole]
+        if following and values:
+            count, shard, whole = self._whole[following[-1]]
+            values, whole = jax.lax.optimization_barrier((values, whole))
+            self._whole[following[-1]] = count, shard, whole
         if not (self._opens and values):
-            return list(values)
+            return values
         return self.hold(values if self._in_region else self.after_gradients(values))
 
     def hold(self, values: Sequence[jax.Array]) -> list[jax.Array]:
@@ -155,7 +175,7 @@ class Gathers:
         """Whether a bucket of gradients was marked since anything was held for them."""
         return self._unheld >= self.bucket
 
-    def reduce(self, grad: jax.Array, reduction: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    def reduce(self, grad: jax.Array, reduction: Sum) -> jax.Array:
         """Reduces a gradient over devices, in step with the backward pass.
 
         A small one is made in step, but summed when it suits: it holds no memory, and XLA joins the sums of many
@@ -163,7 +183,7 @@ class Gathers:
         """
         self._unheld += grad.size
         grad, self.made = jax.lax.optimization_barrier((grad, self.made))
-        if grad.size <= SMALL:
+        if reduction.small(grad.size):
             return reduction(grad)
         reduced, self._reduced = jax.lax.optimization_barrier((reduction(grad), self._reduced))
         return reduced
@@ -184,6 +204,8 @@ class Gathers:
         if shards:
             self._open()
             if 2 * sum(shard.size for shard in shards) <= max_live:
+                keys = [_key(shard) for shard in shards]
+                self._next = dict(itertools.pairwise(keys))
                 self._in_bucket = -max_live
                 self.issue(shards)
 
@@ -197,6 +219,7 @@ class Gathers:
     def leave_region(self) -> None:
         """Ends the region: nothing that it gathered is used again."""
         self._in_region, self.reuse = self._outer.pop()
+        self._next = {}
         if self.reuse != math.inf:
             self._whole = {}
         if self._total:

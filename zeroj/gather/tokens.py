@@ -141,16 +141,16 @@ class Gathers:
         In a region ``values`` also wait for the params of the next use: XLA starts a gather as late as it thinks
         will do, and does not reckon with those that are under way before it.
         """
-        values = list(values)
+        held = list(values)
         following = [self._next[key] for key in map(_key, shards) if key in self._next]
         following = [key for key in following if key in self._whole]
-        if following and values:
+        if following and held:
             count, shard, whole = self._whole[following[-1]]
-            values, whole = jax.lax.optimization_barrier((values, whole))
+            held, whole = jax.lax.optimization_barrier((held, whole))
             self._whole[following[-1]] = count, shard, whole
-        if not (self._opens and values):
-            return values
-        return self.hold(values if self._in_region else self.after_gradients(values))
+        if not (self._opens and held):
+            return held
+        return self.hold(held if self._in_region else self.after_gradients(held))
 
     def hold(self, values: Sequence[jax.Array]) -> list[jax.Array]:
         """Puts ``values`` behind a barrier, and the next bucket's gathers behind ``values``."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jaxlib.version
 import numpy as np
 from jax._src import distributed, source_info_util
 from jax._src.interpreters import partial_eval as pe
@@ -56,6 +57,16 @@ def bind(eqn: Eqn, args: Sequence[Any]) -> list[Any]:
     with source_of(eqn):
         out = eqn.primitive.bind(*args, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def evaluate(program: Program, *args: Any) -> list[Any]:
+    """Runs a program on arrays."""
+    return jax.core.eval_jaxpr(program.jaxpr, program.consts, *args)
+
+
+def jaxlib_version() -> tuple[int, ...]:
+    """The version of jaxlib, which brings XLA."""
+    return tuple(jaxlib.version.__version_info__)
 
 
 @contextlib.contextmanager
@@ -297,7 +308,12 @@ def executable_text(executable: Any) -> str:
 
 def is_on_host(value: Any) -> bool:
     """Whether a traced array lives in host memory."""
-    return getattr(jax.typeof(value), "memory_space", None) == jax.memory.Space.Host
+    return is_host_type(jax.typeof(value))
+
+
+def is_host_type(aval: Any) -> bool:
+    """Whether values of a traced type live in host memory."""
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
 def before_shutdown(callback: Callable[[], None]) -> None:

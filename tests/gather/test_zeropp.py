@@ -301,7 +301,6 @@ REFUSED: list[tuple[Any, Any, str]] = [
     ({"mics_shard_size": 3}, (2, 4), "does not divide the 8 devices"),
     ({"mics_shard_size": 4, "mics_hierarchical_params_gather": True}, (2, 4), "mics:hierarchical"),
     ({"zero_quantized_nontrainable_weights": True}, (2, 4), "nontrainable"),
-    (QGZ | {"zeropp_loco_param": {}}, (2, 4), "loco"),
 ]
 
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from zeroj import _compat
+from zeroj.collectives.quantized import Feedback
 from zeroj.gather import kept, lazy
 from zeroj.gather.reductions import Reduction, ReductionPlan, Reductions, is_zero, place_reductions
 from zeroj.gather.stacks import Restacked, only_sliced, restack, warn_whole
@@ -39,6 +42,13 @@ class Interpreter:
         self.reuse = reuse
         self.max_live = max_live
         self.gathers = Gathers(gather, bucket, reuse)
+        self.errors: dict[str, Feedback] = {}
+
+    def within(self, errors: dict[str, Feedback]) -> Interpreter:
+        """The interpreter of one iteration of a loop."""
+        inner = Interpreter(self.gather, self.bucket, self.reuse, self.max_live)
+        inner.gathers.free_start, inner.errors = True, errors
+        return inner
 
     def run(
         self,
@@ -87,7 +97,17 @@ class Interpreter:
         """A gradient summed over devices; any other value as it is."""
         if reduction is None:
             return value
-        return self.gathers.reduce(self.force([value])[0], reduction)
+        return self.gathers.reduce(self.force([value])[0], partial(self._reduce, reduction))
+
+    def _reduce(self, reduction: Reduction, value: jax.Array) -> jax.Array:
+        """The sum over devices; what quantising loses of it goes into the leaf's errors, where it has any."""
+        slot = reduction.feedback
+        if slot is None:
+            return reduction(value)
+        before = self.errors[slot.path]
+        reduced, errors = reduction.with_feedback(value, slot, before)
+        self.errors[slot.path] = replace(before, errors=errors)
+        return reduced
 
     def force(self, values: Sequence[Any]) -> list[Any]:
         """Gathers and evaluates the lazy ones among ``values``; passes the others."""
@@ -174,13 +194,13 @@ def _scan(
     near_kept: kept.Kept = {}
     kept_whole = self.keep(shards)
     rebuilt: list[Restacked | None] = []
+    fed = {r.feedback.path: self.errors[r.feedback.path] for r in wanted if r and r.feedback}
 
-    def body(carry: list[Any], sliced: tuple[list[Any], ...]) -> tuple[list[Any], Any]:
-        plain_xs, shard_slices, whole_slices, near_slices = sliced
+    def body(carry: list[Any], sliced: tuple[Any, ...]) -> tuple[list[Any], Any]:
+        plain_xs, shard_slices, whole_slices, near_slices, errors = sliced
         slices = dict(zip(stacks, shard_slices, strict=True))
         args = [lazy.slice_of(x, slices) if s else p for x, s, p in zip(xs, staying, plain_xs, strict=True)]
-        inner = Interpreter(self.gather, self.bucket, self.reuse, self.max_live)
-        inner.gathers.free_start = True
+        inner = self.within({path: replace(fed[path], errors=errors[path]) for path in fed})
         inner.gathers.kept = kept.sliced(known, near_slices, slices)
         before = dict(inner.gathers.kept)
         for shard, whole in zip(shards, whole_slices, strict=False):
@@ -196,18 +216,21 @@ def _scan(
         near_kept.clear()
         near_kept.update(kept.stacked(inner.gathers.kept, before, origin))
         nears = [near.value for near in near_kept.values()]
-        return forced[:nk], (forced[nk:], pieces, nears, inner.gathers.token())
+        lost = {path: f.errors for path, f in inner.errors.items()}
+        return forced[:nk], (forced[nk:], pieces, nears, lost, inner.gathers.token())
 
-    carry, (ys, pieces, nears, tokens) = jax.lax.scan(
+    entering = [near.value for near in known.values()], {path: f.errors for path, f in fed.items()}
+    carry, (ys, pieces, nears, errors, tokens) = jax.lax.scan(
         body,
         list(init),
-        (whole_xs, [s.array for s in stacks.values()], kept_whole, [near.value for near in known.values()]),
+        (whole_xs, [s.array for s in stacks.values()], kept_whole, *entering),
         length=layout.length,
         reverse=layout.reverse,
         unroll=layout.unroll,
     )
     self.gathers.gate = self.gathers.gate + jnp.sum(tokens)
     self.gathers.kept |= kept.with_values(near_kept, nears)
+    self.errors |= {path: replace(fed[path], errors=errors[path]) for path in fed}
     rest, made = iter(ys), iter(pieces)
     return [*carry, *(next(rest) if s is None else s.build(made, layout.length) for s in rebuilt)]
 

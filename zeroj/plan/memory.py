@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jax.sharding import Mesh
 
+from zeroj.plan.feedback import error_bytes
 from zeroj.plan.rules import NVME, Placement
 from zeroj.plan.wire import BLOCK
 
@@ -27,7 +28,7 @@ class MemoryReport:
 
     Attributes:
         device: part -> bytes on each device: "params", "master", "opt_state", "grads", "accumulator", and under
-            hpZ "secondary": what a step keeps of its gathers, and drops at its end.
+            hpZ "secondary": what a step keeps of its gathers, and drops at its end; under LoCo "errors".
         host: part -> bytes in each host's memory; "spill_buffers" at most, while state in files is updated.
         nvme: part -> bytes on each host's disk.
         whole: part -> bytes the same part would take unsharded on one device.
@@ -45,8 +46,8 @@ class MemoryReport:
 
     @property
     def resident(self) -> int:
-        """Bytes on one device between steps: params, master and optimizer state, without gradients."""
-        return sum(self.device[part] for part in ("params", "master", "opt_state"))
+        """Bytes on one device between steps: params, master, optimizer state, LoCo's errors; no gradients."""
+        return sum(self.device.get(part, 0) for part in ("params", "master", "opt_state", "errors"))
 
     def __str__(self) -> str:
         rows = [f"{'part':<12} {'bytes/device':>16} {'unsharded':>16}"]
@@ -95,6 +96,9 @@ def memory_report(plan: Plan) -> MemoryReport:
     whole = {part: sum(math.prod(p.shape) * d.itemsize for p, d in rows) for part, rows in parts.items()}
     if any(leaf.placement.wire.kept for leaf in plan.leaves):
         shards["secondary"] = sum(secondary_bytes(plan, leaf) for leaf in plan.leaves)
+    errors = error_bytes(plan)
+    if errors:
+        shards["errors"] = errors
     return MemoryReport(device=shards, host=host, nvme=nvme, whole=whole)
 
 

@@ -34,7 +34,7 @@ SUPPORTED = frozenset(
     {
         *("offload_optimizer:cpu", "offload_optimizer:ratio", "offload_param:cpu"),
         *("offload_optimizer:nvme", "nvme"),
-        *("zero++:hpZ", "zero++:qwZ", "zero++:qgZ", "mics"),
+        *("zero++:hpZ", "zero++:qwZ", "zero++:qgZ", "zero++:loco", "mics"),
     }
 )
 

@@ -18,6 +18,7 @@ from zeroj.gather.inputs import check_params
 from zeroj.optimizer.birth import born_in_files
 from zeroj.optimizer.zero import first_state, masters_of, params_from_masters, wrap_optimizer
 from zeroj.plan import tree
+from zeroj.plan.feedback import errors_struct, first_errors
 from zeroj.plan.host_memory import check_host_memory
 from zeroj.plan.mesh import traced_on
 from zeroj.plan.plan import ParamLeaf, Plan
@@ -38,6 +39,8 @@ class TrainState(NamedTuple):
         scale: the loss scaler's state.
         rng: the key from which every step's key is folded.
         model_state: what the model carries beside its params, whole on every device; ``()`` for most models.
+        errors: what quantising lost of the gradients so far (LoCo): path -> a buffer for each hop, of which
+            each device has its own along dim 0; see :mod:`zeroj.plan.feedback`. ``()`` without it.
     """
 
     params: Any
@@ -47,6 +50,7 @@ class TrainState(NamedTuple):
     scale: ScaleState
     rng: jax.Array
     model_state: Any = ()
+    errors: Any = ()
 
 
 def shard_params(plan: Plan, params: Any) -> Any:
@@ -125,7 +129,7 @@ def init_state(
     scaler = init_scale(loss_scale or default_scaling(plan.precision.name))
     step, skipped, scale, key = _small(plan, (np.int32(0), np.int32(0), scaler), rng)
     carried = model_states.everywhere(plan, model_state)
-    return TrainState(params, opt_state, step, skipped, scale, key, carried)
+    return TrainState(params, opt_state, step, skipped, scale, key, carried, first_errors(plan) or ())
 
 
 def abstract_state(
@@ -147,6 +151,7 @@ def abstract_state(
     small: list[Any] = [counter, counter, jax.tree.map(whole, scale), whole(key)]
     carried = jax.eval_shape(model_state) if callable(model_state) else model_state
     small.append(jax.tree.map(whole, carried))
+    small.append(errors_struct(plan) or ())
     return TrainState(plan.params_struct(), plan.opt_state_struct(), *small)
 
 

@@ -96,3 +96,23 @@ def test_it_keeps_the_lookahead_of_plain_gathers(form: str) -> None:
     """Every gather is asynchronous, as at plain stage 3."""
     assert all(c.asynchronous for c in [*large("plain", "all-gather"), *large(form, "all-gather")])
     assert all(c.asynchronous for c in large(form, "all-to-all"))
+
+
+@pytest.mark.full
+def test_mics_sends_the_part_of_a_node_when_it_gathers_over_nodes_first() -> None:
+    """Two groups of two nodes: each device fetches an eighth of the other node's half, not all of it."""
+    mics = {"mics_shard_size": 16, "stage3_param_persistence_threshold": 4096}
+    flat, first = (
+        clusters.compile_zeroj(SHAPE, 3, nodes=4, mics_hierarchical_params_gather=flag, **mics)
+        for flag in (False, True)
+    )
+    rows = [
+        [c for c in form.report.collectives if c.op == "all-gather" and c.payload > 2**14]
+        for form in (flat, first)
+    ]
+    assert {(c.group_size, c.nodes) for c in rows[0]} == {(16, 2)}
+    assert {(c.group_size, c.nodes) for c in rows[1]} == {(2, 2), (8, 1)}
+    assert payload([c for c in rows[1] if c.reach == "inter"]) == 2 * WEIGHTS // 8
+    assert payload([c for c in rows[1] if c.reach == "intra"]) == payload(rows[0]) == 2 * WEIGHTS
+    across = [sum(c.across_nodes for c in found) for found in rows]
+    assert across[1] == pytest.approx(2 * WEIGHTS / 8 / 2, rel=1e-3) and across[1] < across[0], across

@@ -72,6 +72,11 @@ STEP: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "zero_optimization.zeropp_loco_param.err_beta": (QUANTISED, 0.8, 0.5),
     "zero_optimization.zeropp_loco_param.reset_T": (QUANTISED, 1024, 7),
     "zero_optimization.mics_shard_size": (SHARDED, -1, 4),
+    "zero_optimization.mics_hierarchical_params_gather": (
+        {**SHARDED, "zero_optimization.mics_shard_size": 8},
+        False,
+        True,
+    ),
 }
 #: Those that need large leaves, or several nodes, to do anything.
 LARGE = ("zero_hpz", "zeropp", "zero_quantized", "mics", "offload", "sub_group")
@@ -145,7 +150,6 @@ BY_NAME = {
     "zero_optimization.offload_param.max_in_cpu": "offload_param:nvme",
     "zero_optimization.offload_param.buffer_count": "offload_param:nvme",
     "zero_optimization.zero_quantized_nontrainable_weights": "zero++:nontrainable",
-    "zero_optimization.mics_hierarchical_params_gather": "mics:hierarchical",
 }
 
 
@@ -255,7 +259,6 @@ def test_what_is_not_supported_is_refused_by_name(need: str) -> None:
     asked: dict[str, dict[str, Any]] = {
         "offload_param:nvme": {"offload_param": {"device": "nvme", "nvme_path": "/x"}},
         "zero++:nontrainable": {"zero_quantized_nontrainable_weights": True},
-        "mics:hierarchical": {"mics_shard_size": 4, "mics_hierarchical_params_gather": True},
     }
     data = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     config = zj.Config.load(data | {"zero_optimization": {"stage": 3, **asked[need]}})

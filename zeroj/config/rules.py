@@ -147,4 +147,7 @@ def device_faults(zero: Any, world: int, local: int, path: Path = ()) -> list[Fa
     if mics > 0 and world % mics:
         text = f"{mics} does not divide the {world} devices into equal groups"
         faults.append(Fault((*path, "mics_shard_size"), text))
+    if zero.mics_hierarchical_params_gather and mics > local and mics % local:
+        text = f"a group of {mics} devices is not a number of whole nodes of {local}; gather it in one"
+        faults.append(Fault((*path, "mics_hierarchical_params_gather"), text))
     return faults

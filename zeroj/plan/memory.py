@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from zeroj.plan.feedback import error_bytes
+from zeroj.plan.groups import SPAN
 from zeroj.plan.rules import NVME, Placement
 from zeroj.plan.wire import BLOCK
 
@@ -207,6 +208,12 @@ def _wire_lines(plan: Plan) -> list[str]:
         group = math.prod(plan.mesh.shape[a] for a in plan.zero_axes if a not in plan.replica_axes)
         lines.append(
             f"MiCS: groups of {group} devices hold the state; {plan.degree // group} groups are alike"
+        )
+    if zero.mics_hierarchical_params_gather:
+        lines.append(
+            f"MiCS: gathered over the {plan.mesh.shape[SPAN]} nodes of a group first, then within each"
+            if SPAN in plan.zero_axes
+            else "MiCS: every group is within one node, so mics_hierarchical_params_gather changes nothing"
         )
     return lines
 

@@ -34,7 +34,7 @@ SUPPORTED = frozenset(
     {
         *("offload_optimizer:cpu", "offload_optimizer:ratio", "offload_param:cpu"),
         *("offload_optimizer:nvme", "nvme"),
-        *("zero++:hpZ", "zero++:qwZ", "zero++:qgZ", "zero++:loco", "mics"),
+        *("zero++:hpZ", "zero++:qwZ", "zero++:qgZ", "zero++:loco", "mics", "mics:hierarchical"),
     }
 )
 
@@ -241,7 +241,7 @@ def make_plan(
             "This zero_optimization asks for what zeroj does not do yet: " + ", ".join(lacking) + "."
         )
     axes = zero_axes_of(mesh, zero_axes)
-    mesh = group_mesh(tree.auto_mesh(mesh), axes, zero)
+    mesh, axes = group_mesh(tree.auto_mesh(mesh), axes, zero)
     flat, treedef = tree.flatten(params)
     trains = tree.trainable_flags(params, flat, trainable)
     is_stack = tree.path_predicate(scanned)

@@ -25,6 +25,10 @@ BROKEN_ZERO: list[tuple[dict[str, Any], str]] = [
     ({"stage": 2, "zero_hpz_partition_size": 4}, "zero_hpz_partition_size: .* stage 3, not 2"),
     ({"stage": 2, "zero_quantized_weights": True}, "zero_quantized_weights: .* stage 3, not 2"),
     (
+        {"stage": 3, "zero_quantized_nontrainable_weights": True, "offload_param": {"device": "cpu"}},
+        "zero_quantized_nontrainable_weights: .*live in host memory; choose one",
+    ),
+    (
         {"stage": 1, "zero_quantized_nontrainable_weights": True},
         "zero_quantized_nontrainable_weights: .* stage 3",
     ),

@@ -327,7 +327,6 @@ REFUSED: list[tuple[Any, Any, str]] = [
     ({"zero_hpz_partition_size": 8}, (1, 8), "all devices are in one node"),
     ({"zero_hpz_partition_size": 3}, (2, 4), "has to divide the 4 devices of a node"),
     ({"mics_shard_size": 3}, (2, 4), "does not divide the 8 devices"),
-    ({"zero_quantized_nontrainable_weights": True}, (2, 4), "nontrainable"),
 ]
 
 

@@ -44,7 +44,7 @@ def _stored_param(plan: Plan, index: int, master: Any) -> jax.Array:
     """One stored param, from a master that may lie in files."""
     leaf = plan.leaves[index]
     make = traced_on(plan.mesh, lambda x: as_params(plan, [leaf], [x]))
-    shardings = [plan.sharding(plan.param_placement(leaf))]
+    shardings = [plan.sharding(plan.stored_placement(leaf))]
     value = master.to_devices() if is_spilled(master) else master
     return jax.jit(make, out_shardings=shardings)(value)[0]
 

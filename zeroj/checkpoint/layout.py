@@ -17,6 +17,7 @@ import numpy as np
 
 from zeroj._compat import is_tracer
 from zeroj.checkpoint.arrays import ArraySpec, Target, array_spec
+from zeroj.collectives.frozen import unpacked
 from zeroj.errors import CheckpointError, SpillError
 from zeroj.plan import tree
 from zeroj.plan.feedback import errors_struct
@@ -79,6 +80,7 @@ def param_targets(plan: Plan, spilled: Spilled | None = None) -> list[Target]:
     if plan.has_master:
         masters = plan.treedef.flatten_up_to(plan.opt_state_struct().master)
         final = [m if x.trainable else None for m, x in zip(masters, plan.leaves, strict=True)]
+    final = [None if x.packed else s for x, s in zip(plan.leaves, final, strict=True)]
     targets = []
     into = spilled.masters if spilled else {}
     for i, (leaf, struct) in enumerate(zip(plan.leaves, final, strict=True)):
@@ -130,6 +132,9 @@ def key_data(key: Any) -> tuple[Any, str]:
 
 def _param_leaves(state: TrainState, plan: Plan) -> list[tuple[str, Any, tuple[int, ...]]]:
     values = plan.treedef.flatten_up_to(state.params)
+    values = [
+        v if _what_is_wrong(v) else unpacked(plan, x, v) for v, x in zip(values, plan.leaves, strict=True)
+    ]
     if plan.has_master:
         masters = plan.treedef.flatten_up_to(state.opt_state.master)
         values = [m if x.trainable else v for v, m, x in zip(values, masters, plan.leaves, strict=True)]

@@ -21,7 +21,7 @@ def near(shard: jax.Array, placement: Placement) -> jax.Array:
     """What may be kept for later gathers of the step.
 
     Args:
-        shard: this device's part, in the compute dtype.
+        shard: this device's part, in the compute dtype, or as it is stored: int8 (bytes,) or (layers, bytes).
         placement: how the leaf is sharded; its ``wire`` says over which axes to gather here, and in what form.
 
     Returns:
@@ -30,7 +30,7 @@ def near(shard: jax.Array, placement: Placement) -> jax.Array:
     first = placement.wire.first
     if placement.wire.weights is None:
         return plain.gather(shard, placement.over(first)) if first else shard
-    packed = quantized.pack(shard, placement)
+    packed = shard if placement.wire.stored else quantized.pack(shard, placement)
     return jax.lax.all_gather(packed, first) if first else packed
 
 
@@ -47,9 +47,10 @@ def whole(near_shard: jax.Array, placement: Placement, dtype: np.dtype) -> jax.A
     if placement.wire.weights is None:
         return plain.unpad(plain.gather(near_shard, placement.over(rest)), placement)
     packed = jax.lax.all_gather(near_shard, rest)
+    one = packed.shape[1 + bool(first) :]
     sizes = [jax.lax.axis_size(axis) for axis in (*rest, *first)]
     return quantized.unpack(
-        packed.reshape(*sizes, -1), placement, (*rest, *first), _shard_shape(placement), dtype
+        packed.reshape(*sizes, *one), placement, (*rest, *first), _shard_shape(placement), dtype
     )
 
 

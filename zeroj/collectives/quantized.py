@@ -32,15 +32,16 @@ def unpack(
     """The leaf in the user's shape from the packed shards of all devices.
 
     Args:
-        packed: int8 (devices along each of ``axes``..., bytes).
+        packed: int8 (devices along each of ``axes``..., bytes), or of a stack (devices..., layers, bytes).
         placement: how the leaf is sharded.
         axes: the order of the leading dims.
         shard: the shape of a shard.
         dtype: of the result.
     """
     assert placement.wire.weights is not None
-    pieces = dequantize(packed, placement.wire.weights, math.prod(shard), dtype)
-    lead = pieces.shape[:-1]
+    lead = packed.shape[: len(axes)]
+    count = math.prod(shard[packed.ndim - len(axes) - 1 :])
+    pieces = dequantize(packed, placement.wire.weights, count, dtype)
     return plain.unpad(_merge(pieces.reshape(*lead, *shard), placement, axes), placement)
 
 

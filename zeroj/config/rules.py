@@ -72,6 +72,13 @@ ZERO_RULES: tuple[Rule, ...] = (
         lambda z: z.zero_quantized_nontrainable_weights,
         "frozen params are quantised in their shards",
     ),
+    Rule(
+        ("zero_quantized_nontrainable_weights", "offload_param"),
+        lambda z: (
+            z.zero_quantized_nontrainable_weights and z.offload_param and z.offload_param.device != "none"
+        ),
+        "keeps frozen params on the device as int8; with offload_param they live in host memory; choose one",
+    ),
     _stage3(
         "zero_quantized_gradients",
         lambda z: z.zero_quantized_gradients,

@@ -51,6 +51,8 @@ def restack(out: Any, origin: Mapping[int, lazy.Shard], outside: Collection[int]
     shards = lazy.shards_of(out)
     if not shards or any(id(s.array) in outside for s in shards):
         return None
+    if any(s.placement.wire.stored and id(s.array) not in origin for s in shards):
+        return None  # bytes that the body cut anew have no place in a stack
     known: dict[lazy.Shard, lazy.Shard] = {}
     for shard in shards:
         if id(shard.array) in origin:
@@ -75,6 +77,8 @@ def only_sliced(body: Uniform, index: int, value: Any) -> bool:
         if eqn.primitive.name != "dynamic_slice" or not all(v in body for v in eqn.invars[1:]):
             return False
         shape = eqn.outvars[0].aval.shape
+        if value.placement.wire.stored and not (value.layered and shape[1:] == value.shape[1:]):
+            return False
         return math.prod(shape) < value.size and value.placement.resized(shape) is not None
 
     users = [eqn for eqn in body.jaxpr.eqns if any(v is var for v in eqn.invars)]

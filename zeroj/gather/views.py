@@ -123,7 +123,7 @@ class DeviceView:
         """Runs inside ``shard_map`` over the ZeRO axes; the mesh's other axes stay automatic."""
         plan, whole = self.plan, PartitionSpec()
         own = PartitionSpec(plan.zero_axes)
-        params = [plan.param_placement(leaf).zero_spec for leaf in plan.leaves]
+        params = [plan.stored_placement(leaf).zero_spec for leaf in plan.leaves]
         return jax.shard_map(
             program,
             mesh=plan.mesh,

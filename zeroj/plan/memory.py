@@ -68,7 +68,7 @@ def memory_report(plan: Plan) -> MemoryReport:
     accumulates = plan.stage.accumulator
     policy = plan.precision
     parts: dict[str, list[tuple[Placement, np.dtype]]] = {
-        "params": [(plan.param_placement(leaf), plan.param_dtype(leaf)) for leaf in plan.leaves],
+        "params": [(plan.stored_placement(leaf), plan.stored_dtype(leaf)) for leaf in plan.leaves],
         "master": [(plan.master_placement(leaf), policy.master(leaf.dtype)) for leaf in live]
         if plan.has_master
         else [],
@@ -173,16 +173,17 @@ def plan_table(plan: Plan, limit: int | None = TABLE_ROWS) -> str:
     shown = order if limit is None else order[:limit]
     rows = [("leaf", "shape", "dtype", "shard", "bytes/device", "note")]
     for leaf in shown:
-        size = shard_bytes(plan, plan.param_placement(leaf), plan.param_dtype(leaf))
+        size = shard_bytes(plan, plan.stored_placement(leaf), plan.stored_dtype(leaf))
         spec = str(leaf.placement.spec).removeprefix("PartitionSpec") if leaf.placement.sharded else "whole"
-        notes = (leaf.placement.note, leaf.placement.wire.note, "" if leaf.trainable else "frozen")
+        frozen = "frozen, stored as int8" if leaf.packed else "frozen"
+        notes = (leaf.placement.note, leaf.placement.wire.note, "" if leaf.trainable else frozen)
         note = "; ".join(filter(None, notes))
         rows.append((leaf.path, str(leaf.shape), str(leaf.dtype), spec, show_bytes(size), note))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     lines = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[-1]]) for row in rows]
     rest = order[len(shown) :]
     if rest:
-        size = sum(shard_bytes(plan, plan.param_placement(x), plan.param_dtype(x)) for x in rest)
+        size = sum(shard_bytes(plan, plan.stored_placement(x), plan.stored_dtype(x)) for x in rest)
         lines.append(f"... and {len(rest)} smaller leaves, {show_bytes(size)} per device")
     return "\n".join([*head, "", *lines, "", str(memory), *_whole_note(plan)])
 

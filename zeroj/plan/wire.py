@@ -46,6 +46,7 @@ class Wire:
         note: why the leaf is not quantised though the config asks for it.
         keeps: whether what the first gather gives, a shard over the other axes alone, is kept for later gathers in
             the same step (hpZ).
+        stored: whether a device stores its shard in the format of ``weights``: a frozen param.
     """
 
     weights: Format | None = None
@@ -53,6 +54,7 @@ class Wire:
     first: tuple[str, ...] = ()
     note: str = ""
     keeps: bool = False
+    stored: bool = False
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -64,7 +66,9 @@ class Wire:
 PLAIN = Wire()
 
 
-def wire_of(zero: Zero, shape: Sequence[int], axes: Sequence[str], degree: int, trainable: bool) -> Wire:
+def wire_of(
+    zero: Zero, shape: Sequence[int], axes: Sequence[str], degree: int, trainable: bool, model: bool = False
+) -> Wire:
     """How a sharded leaf travels under ZeRO++.
 
     A leaf is quantised if it has two dims or more and its shard fills a block. A vector would save nothing that
@@ -76,12 +80,14 @@ def wire_of(zero: Zero, shape: Sequence[int], axes: Sequence[str], degree: int, 
         axes: the axes that split it, outermost first; none for a leaf that is whole or not of floats.
         degree: the number of devices along them.
         trainable: whether it has a gradient.
+        model: whether it is also split over axes of the user's own: its stored bytes could not be.
     """
     if not axes or zero.stage < 3:
         return PLAIN
     hpz = zero.zero_hpz_partition_size > 1
     first = tuple(axes[:-1]) if hpz or zero.mics_hierarchical_params_gather else ()
-    asked = zero.zero_quantized_weights or (zero.zero_quantized_gradients and trainable)
+    stored = zero.zero_quantized_nontrainable_weights and not trainable and not model
+    asked = zero.zero_quantized_weights or stored or (zero.zero_quantized_gradients and trainable)
     why = ""
     if len(shape) < 2:
         why = "a vector"
@@ -89,10 +95,10 @@ def wire_of(zero: Zero, shape: Sequence[int], axes: Sequence[str], degree: int, 
         why = f"a shard has fewer than {BLOCK} elements"
     if why:
         return Wire(first=first, note=f"not quantised: {why}" if asked else "", keeps=hpz)
-    weights = Format(8) if zero.zero_quantized_weights else None
+    weights = Format(8) if zero.zero_quantized_weights or stored else None
     hops: tuple[tuple[str, Format], ...] = ()
     if zero.zero_quantized_gradients and trainable:
         # Inside a node bytes are cheap: int8 there leaves one lossy hop. The outermost axis is the network.
         inside = [(axis, Format(8)) for axis in reversed(axes[1:])]
         hops = (*inside, (axes[0], Format(zero.zero_quantized_gradients_bits)))
-    return Wire(weights, hops, first, "", hpz)
+    return Wire(weights, hops, first, "", hpz, stored)

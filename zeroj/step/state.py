@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import optax
 
-from zeroj.collectives import plain
+from zeroj.collectives import frozen, plain
 from zeroj.config.precision import LossScale
 from zeroj.errors import PlanError
 from zeroj.gather import model_state as model_states
@@ -67,12 +67,14 @@ def shard_params(plan: Plan, params: Any) -> Any:
         PlanError: the tree or shapes are not those of the plan.
     """
     values = _user_values(plan, params)
-    return plan.treedef.unflatten(
-        [
-            _place(plan, leaf, value, plan.param_placement(leaf), plan.param_dtype(leaf))
-            for leaf, value in zip(plan.leaves, values, strict=True)
-        ]
-    )
+
+    def one(leaf: ParamLeaf, value: Any) -> jax.Array:
+        if leaf.packed and value.dtype == np.int8:
+            return value
+        placed = _place(plan, leaf, value, plan.param_placement(leaf), plan.param_dtype(leaf))
+        return frozen.packed(plan, leaf, placed) if leaf.packed else placed
+
+    return plan.treedef.unflatten([one(*pair) for pair in zip(plan.leaves, values, strict=True)])
 
 
 def init_state(
@@ -166,6 +168,7 @@ def full_params(state: TrainState | Any, plan: Plan) -> Any:
     """
     params = state.params if isinstance(state, TrainState) else state
     values = check_params(plan, params)
+    values = [frozen.unpacked(plan, leaf, value) for leaf, value in zip(plan.leaves, values, strict=True)]
     placements = [plan.param_placement(leaf) for leaf in plan.leaves]
     if isinstance(state, TrainState) and plan.has_master:
         masters = plan.treedef.flatten_up_to(state.opt_state.master)
@@ -224,7 +227,8 @@ def _user_values(plan: Plan, params: Any) -> list[Any]:
     faults += [
         f"{p}: shape {found[p].shape}, planned {leaf.shape}"
         for p, leaf in planned.items()
-        if p in found and found[p].shape not in (leaf.shape, leaf.placement.padded)
+        if p in found
+        and found[p].shape not in (leaf.shape, leaf.placement.padded, plan.stored_placement(leaf).padded)
     ]
     if faults:
         raise PlanError(

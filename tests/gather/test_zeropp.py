@@ -136,6 +136,32 @@ def test_hpz_is_plain_stage_3_at_every_step(stacked: bool, remat: bool, tmp_path
     assert oracle.distance(found["params"], wanted["params"]) <= 1e-6
 
 
+def by_index(params: Any, batch: Any) -> jax.Array:
+    """The layers are taken out of their stacks by index, in a loop."""
+    blocks = params["blocks"]
+
+    def layer(i: Any, x: jax.Array) -> jax.Array:
+        return x + jnp.tanh(x @ blocks["up"][i] + blocks["bias"][i]) @ blocks["down"][i]
+
+    x = jax.lax.fori_loop(0, LAYERS, layer, params["tokens"][batch["x"]] @ params["frozen"])
+    logits = (x @ params["tokens"].T).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+
+def test_hpz_keeps_layers_that_a_loop_takes_by_index() -> None:
+    """Each of the five params crosses the network once; the backward loop gathers in the node alone."""
+    params, runs = first_params(stacked=True), []
+    for zero in ({}, HPZ):
+        plan = plan_of(params, **zero)
+        runs.append(oracle.train(oracle.Model(by_index, params, batches(2)), TX, plan, accumulation=2))
+    apart = oracle.run_distances(runs[1], runs[0])
+    assert max(apart.values()) <= 1e-6, apart
+    step = zj.make_train_step(by_index, TX, plan)
+    program = str(step.trace(zj.abstract_state(TX, plan), batches(1)[0]).jaxpr)
+    assert len(re.findall(r"all_gather\[[^\]]*?axis_name=\('node',\)", program)) == 5
+    assert len(re.findall(r"all_gather\[[^\]]*?axis_name=\('local',\)", program)) == 7
+
+
 def gradient(precision: str = "fp32", stacked: bool = True, **zero: Any) -> tuple[float, Any]:
     params = first_params(stacked)
     plan = plan_of(params, precision=precision, **zero)

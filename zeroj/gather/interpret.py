@@ -20,7 +20,7 @@ from zeroj import _compat
 from zeroj.collectives.quantized import Feedback
 from zeroj.gather import kept, lazy
 from zeroj.gather.reductions import Reduction, ReductionPlan, Reductions, is_zero, place_reductions
-from zeroj.gather.stacks import Restacked, only_sliced, restack, warn_whole
+from zeroj.gather.stacks import Restacked, made_by, only_sliced, restack, stacks_of, warn_whole
 from zeroj.gather.tokens import Gather, Gathers
 from zeroj.gather.uniform import Uniform
 
@@ -212,12 +212,12 @@ def _scan(
         rebuilt[:] = [restack(out, origin, outside) for out in outs[nk:]]
         real = [out for out, stack in zip(outs[nk:], rebuilt, strict=True) if stack is None]
         forced = inner.force(outs[:nk] + real)
-        pieces = [shard.array for stack in rebuilt if stack for shard in stack.made]
+        made = made_by(rebuilt)
         near_kept.clear()
-        near_kept.update(kept.stacked(inner.gathers.kept, before, origin))
+        near_kept.update(kept.stacked(inner.gathers.kept, before, origin, made))
         nears = [near.value for near in near_kept.values()]
         lost = {path: f.errors for path, f in inner.errors.items()}
-        return forced[:nk], (forced[nk:], pieces, nears, lost, inner.gathers.token())
+        return forced[:nk], (forced[nk:], [s.array for s in made], nears, lost, inner.gathers.token())
 
     entering = [near.value for near in known.values()], {path: f.errors for path, f in fed.items()}
     carry, (ys, pieces, nears, errors, tokens) = jax.lax.scan(
@@ -229,7 +229,7 @@ def _scan(
         unroll=layout.unroll,
     )
     self.gathers.gate = self.gathers.gate + jnp.sum(tokens)
-    self.gathers.kept |= kept.with_values(near_kept, nears)
+    self.gathers.kept |= kept.with_values(near_kept, nears, stacks_of(rebuilt, pieces, layout.length))
     self.errors |= {path: replace(fed[path], errors=errors[path]) for path in fed}
     rest, made = iter(ys), iter(pieces)
     return [*carry, *(next(rest) if s is None else s.build(made, layout.length) for s in rebuilt)]

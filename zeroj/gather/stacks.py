@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,21 @@ def restack(out: Any, origin: Mapping[int, lazy.Shard], outside: Collection[int]
             outer = origin[id(shard.array)]
             known[shard] = lazy.Shard(outer.array, outer.placement, shard.dtype, shard.path)
     return Restacked(out, known, tuple(shard for shard in shards if shard not in known))
+
+
+def made_by(outs: Sequence[Restacked | None]) -> list[lazy.Shard]:
+    """The shards that a body itself made, in the order of what the loop stacks for them."""
+    return [shard for out in outs if out for shard in out.made]
+
+
+def stacks_of(
+    outs: Sequence[Restacked | None], arrays: Sequence[jax.Array], length: int
+) -> dict[int, lazy.Shard]:
+    """Id of the array of a shard that the body made -> the stack of them."""
+    return {
+        id(s.array): lazy.Shard(array, s.placement.stacked(length), s.dtype, s.path)
+        for s, array in zip(made_by(outs), arrays, strict=True)
+    }
 
 
 def only_sliced(body: Uniform, index: int, value: Any) -> bool:

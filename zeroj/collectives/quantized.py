@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +58,19 @@ class Feedback:
     errors: Sequence[jax.Array]
     beta: float
     unit: jax.Array
+
+    def layer(self, errors: Sequence[jax.Array], index: jax.Array) -> Feedback:
+        """That of one layer of a stack, whose errors are ``errors``."""
+        cut = [jax.lax.dynamic_index_in_dim(stack, index, keepdims=False) for stack in errors]
+        return replace(self, errors=cut)
+
+
+def put_layer(
+    errors: Sequence[jax.Array], layer: Sequence[jax.Array], index: jax.Array
+) -> tuple[jax.Array, ...]:
+    """The stacks of errors with those of one layer replaced: in a loop's carry this is done in place."""
+    pairs = zip(errors, layer, strict=True)
+    return tuple(jax.lax.dynamic_update_index_in_dim(stack, new, index, 0) for stack, new in pairs)
 
 
 def reduce(value: jax.Array, placement: Placement, axes: Sequence[str]) -> jax.Array:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from zeroj import _compat
-from zeroj.collectives.quantized import Feedback
+from zeroj.collectives.quantized import Feedback, put_layer
 from zeroj.gather import kept, lazy
 from zeroj.gather.reductions import Reduction, ReductionPlan, Reductions, is_zero, place_reductions
 from zeroj.gather.stacks import Restacked, made_by, only_sliced, restack, stacks_of, warn_whole
@@ -196,11 +196,11 @@ def _scan(
     rebuilt: list[Restacked | None] = []
     fed = {r.feedback.path: self.errors[r.feedback.path] for r in wanted if r and r.feedback}
 
-    def body(carry: list[Any], sliced: tuple[Any, ...]) -> tuple[list[Any], Any]:
-        plain_xs, shard_slices, whole_slices, near_slices, errors = sliced
+    def body(carried: tuple[list[Any], Any], sliced: tuple[Any, ...]) -> tuple[tuple[list[Any], Any], Any]:
+        (carry, errors), (plain_xs, shard_slices, whole_slices, near_slices, index) = carried, sliced
         slices = dict(zip(stacks, shard_slices, strict=True))
         args = [lazy.slice_of(x, slices) if s else p for x, s, p in zip(xs, staying, plain_xs, strict=True)]
-        inner = self.within({path: replace(fed[path], errors=errors[path]) for path in fed})
+        inner = self.within({path: fed[path].layer(errors[path], index) for path in fed})
         inner.gathers.kept = kept.sliced(known, near_slices, slices)
         before = dict(inner.gathers.kept)
         for shard, whole in zip(shards, whole_slices, strict=False):
@@ -216,14 +216,14 @@ def _scan(
         near_kept.clear()
         near_kept.update(kept.stacked(inner.gathers.kept, before, origin, made))
         nears = [near.value for near in near_kept.values()]
-        lost = {path: f.errors for path, f in inner.errors.items()}
-        return forced[:nk], (forced[nk:], [s.array for s in made], nears, lost, inner.gathers.token())
+        errors = {path: put_layer(errors[path], inner.errors[path].errors, index) for path in fed}
+        return (forced[:nk], errors), (forced[nk:], [s.array for s in made], nears, inner.gathers.token())
 
-    entering = [near.value for near in known.values()], {path: f.errors for path, f in fed.items()}
-    carry, (ys, pieces, nears, errors, tokens) = jax.lax.scan(
+    stacked = [s.array for s in stacks.values()], kept_whole, [near.value for near in known.values()]
+    (carry, errors), (ys, pieces, nears, tokens) = jax.lax.scan(
         body,
-        list(init),
-        (whole_xs, [s.array for s in stacks.values()], kept_whole, *entering),
+        (list(init), {path: tuple(f.errors) for path, f in fed.items()}),
+        (whole_xs, *stacked, jnp.arange(layout.length) if fed else None),
         length=layout.length,
         reverse=layout.reverse,
         unroll=layout.unroll,

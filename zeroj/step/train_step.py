@@ -144,8 +144,7 @@ def _head(
     def head(state: TrainState, batch: Any) -> tuple[Clipped, Advance, dict[str, Any]]:
         rng = jax.random.fold_in(state.rng, state.scale.iteration)
         scale = state.scale.scale
-        errors = _due(plan, state)
-        out = evaluate_gradients(state.params, batch, rng, scale, state.model_state, errors=errors)
+        out = evaluate_gradients(state.params, batch, rng, scale, state.model_state, errors=state.errors)
         clipped = _unscale_and_clip(plan, out.grads, scale / times, clip_norm)
         flags = clipped.finite if skips else None
         finite = None if flags is None else jnp.all(flags) & jnp.isfinite(clipped.norm)
@@ -291,23 +290,19 @@ def _advance(
     done = applied.astype(jnp.int32)
     carried = _carry(plan, state.model_state, out.model_state, applied if conditions else None)
     fields = {"step": state.step + done, "skipped": state.skipped + 1 - done, "scale": scale}
-    errors = out.errors
-    if conditions:  # as DeepSpeed: an update that is skipped leaves no error
-        errors = jax.tree.map(lambda x: jnp.where(applied, x, jnp.zeros_like(x)), errors)
-    if errors:
-        shardings = jax.tree.map(lambda s: s.sharding, errors_struct(plan))
-        errors = jax.lax.with_sharding_constraint(errors, shardings)
+    errors = _kept_errors(plan, out.errors, applied, fields["step"])
     fields |= {"model_state": carried, "errors": errors}
     return Advance(fields, applied if conditions else None)
 
 
-def _due(plan: Plan, state: TrainState) -> Any:
-    """The errors that are fed back: none after every ``reset_T`` updates."""
+def _kept_errors(plan: Plan, errors: Any, applied: jax.Array, step: jax.Array) -> Any:
+    """LoCo's errors for the next update: none after one that is skipped, as in DeepSpeed, or every ``reset_T``."""
     loco = plan.zero.zeropp_loco_param
-    if loco is None:
-        return state.errors
-    keep = state.step % loco.reset_T != 0
-    return jax.tree.map(lambda x: jnp.where(keep, x, jnp.zeros_like(x)), state.errors)
+    if loco is None or not errors:
+        return errors
+    keep = applied & (step % loco.reset_T != 0)
+    errors = jax.tree.map(lambda x: jnp.where(keep, x, jnp.zeros_like(x)), errors)
+    return jax.lax.with_sharding_constraint(errors, jax.tree.map(lambda s: s.sharding, errors_struct(plan)))
 
 
 def _carry(plan: Plan, before: Any, after: Any, applied: jax.Array | None) -> Any:

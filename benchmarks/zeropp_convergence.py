@@ -31,6 +31,8 @@ import zeroj as zj
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 NODES, LOCAL = 2, 4
+#: Steps over which the training losses are averaged in what is kept.
+WINDOW = 20
 #: Batches of the text held out, over which every validation loss is the mean.
 HELD_OUT = 32
 HPZ = {"zero_hpz_partition_size": LOCAL}
@@ -47,7 +49,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def run(form: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Trains one form from one seed; losses by step, and the validation loss at ten points."""
+    """Trains one form from one seed; training losses, and the validation loss at ten points."""
     shape = gpt.GPTConfig(context=args.context, layers=args.layers, width=args.width, heads=args.width // 64)
     definition, init_fn = gpt.build(shape, seed)
     loss_fn, corpus = gpt.make_loss_fn(definition), text.load()
@@ -65,61 +67,77 @@ def run(form: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     every = max(1, args.steps // 10)
     for number in range(1, args.steps + 1):
         state, metrics = step(state, next(batches))
-        train.append(round(float(metrics["loss"]), 4))
+        train.append(float(metrics["loss"]))
         if number % every == 0 or number == args.steps:
             loss = float(np.mean([evaluate(state, batch)["loss"] for batch in fixed]))
             validation.append((number, loss))
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
-    return {"train": train, "validation": validation, "params": count, "seconds": round(time.time() - begin)}
+    means = [round(float(np.mean(train[at : at + WINDOW])), 4) for at in range(0, len(train), WINDOW)]
+    return {"train": means, "validation": validation, "params": count, "seconds": round(time.time() - begin)}
 
 
 def draw(runs: dict[str, Any], path: pathlib.Path, steps: int) -> None:
-    """All forms in one picture, averaged over the seeds there are: validation loss, and its distance from stage 3."""
+    """All forms in one picture: validation loss of the first seed, and the distance from stage 3 of the same seeds."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
-    curves = {form: _curve(runs, form) for form in FORMS if _curve(runs, form)}
-    for form, curve in curves.items():
-        left.plot(*zip(*curve.items(), strict=True), "o-", ms=3, label=form)
-        both = [step for step in curve if step in curves.get("stage 3", {})]
-        away = [100 * (curve[step] / curves["stage 3"][step] - 1) for step in both]
-        right.plot(both, away, "o-", ms=3, label=form)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5), layout="constrained")
+    for form in FORMS:
+        curves = _curves(runs, form)
+        if curves:
+            left.plot(*zip(*curves[min(curves)].items(), strict=True), "o-", ms=3)
+        apart = _apart(runs, form)
+        if apart:
+            means = {step: 100 * float(np.mean(found)) for step, found in apart.items()}
+            right.plot(
+                *zip(*means.items(), strict=True), "o-", ms=3, label=f"{form} ({len(_seeds(runs, form))})"
+            )
     left.set(xlabel="step", ylabel="validation loss (nats per byte)")
-    right.set(xlabel="step", ylabel="validation loss beside stage 3 (%)")
+    right.set(xlabel="step", ylabel="beside stage 3 of the same seeds, mean (%)")
     params = next(iter(runs.values()))["params"]
-    seeds = len({name.split(", ")[1] for name in runs})
     figure.suptitle(
-        f"GPT of {params / 1e6:.1f}M params, {steps} steps, seeds: {seeds}, 2 x 4 simulated devices"
+        f"GPT of {params / 1e6:.1f}M params, {steps} steps, 2 x 4 simulated devices; in brackets: seeds"
     )
     for axes in (left, right):
         axes.grid(alpha=0.3)
-    left.legend()
-    figure.savefig(path, dpi=110)
+    right.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    figure.savefig(path, dpi=100)
     plt.close(figure)
 
 
-def _curve(runs: dict[str, Any], form: str) -> dict[int, float]:
-    """Step -> validation loss of a form, the mean over its seeds."""
-    found = [dict(r["validation"]) for name, r in runs.items() if name.startswith(f"{form}, ")]
-    return {step: float(np.mean([r[step] for r in found])) for step in found[0]} if found else {}
+def _curves(runs: dict[str, Any], form: str) -> dict[str, dict[int, float]]:
+    """Seed -> step -> validation loss of a form."""
+    named = ((name.rpartition(", seed "), run) for name, run in runs.items())
+    return {seed: dict(run["validation"]) for (found, _, seed), run in named if found == form}
+
+
+def _seeds(runs: dict[str, Any], form: str) -> list[str]:
+    """The seeds from which both the form and stage 3 were trained."""
+    return sorted(_curves(runs, form).keys() & _curves(runs, "stage 3").keys())
+
+
+def _apart(runs: dict[str, Any], form: str) -> dict[int, list[float]]:
+    """Step -> for each of :func:`_seeds` the loss over that of stage 3, less one."""
+    found: dict[int, list[float]] = {}
+    for seed in _seeds(runs, form):
+        base = _curves(runs, "stage 3")[seed]
+        for step, loss in _curves(runs, form)[seed].items():
+            found.setdefault(step, []).append(loss / base[step] - 1)
+    return found
 
 
 def table(runs: dict[str, Any]) -> list[str]:
-    """Final validation loss of each form: mean over seeds, spread, and beside stage 3."""
-    finals = {
-        form: [r["validation"][-1][1] for name, r in runs.items() if name.startswith(f"{form}, ")]
-        for form in FORMS
-    }
-    base = float(np.mean(finals["stage 3"])) if finals["stage 3"] else float("nan")
-    return [
-        f"{form:<10} {np.mean(found):.4f} (seeds {min(found):.4f} to {max(found):.4f}), "
-        f"{np.mean(found) / base - 1:+.2%} of stage 3"
-        for form, found in finals.items()
-        if found
-    ]
+    """Final validation loss of each form by seed, and beside stage 3 from the same seeds."""
+    rows = []
+    for form in FORMS:
+        curves, apart = _curves(runs, form), _apart(runs, form)
+        if curves:
+            losses = " ".join(f"{curves[seed][max(curves[seed])]:.4f}" for seed in sorted(curves))
+            beside = " ".join(f"{x:+.2%}" for x in apart[max(apart)]) if apart else "no stage 3"
+            rows.append(f"{form:<16} {losses}   beside stage 3 of the same seed: {beside}")
+    return rows
 
 
 def main() -> None:

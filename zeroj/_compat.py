@@ -192,6 +192,11 @@ def called_program(eqn: Eqn) -> Program | None:
     return program(eqn.params[key])
 
 
+def is_remat(eqn: Eqn) -> bool:
+    """Whether ``eqn`` recomputes a forward region in a backward pass (jax.checkpoint)."""
+    return eqn.primitive.name in ("remat2", "checkpoint")
+
+
 # --------------------------------------------------------------------------------------------------
 # Compiling for GPUs that are not there (zeroj.aot)
 # --------------------------------------------------------------------------------------------------

@@ -38,9 +38,9 @@ def check_params(plan: Plan, params: Any) -> list[jax.Array]:
     planned = {leaf.path: leaf for leaf in plan.leaves}
     missing, extra = sorted(planned.keys() - found.keys()), sorted(found.keys() - planned.keys())
     wrong = [
-        f"{path}: shape {found[path].shape}, but the plan stores {plan.param_placement(leaf).padded}"
+        f"{path}: shape {found[path].shape}, but the plan stores {plan.stored_placement(leaf).padded}"
         for path, leaf in planned.items()
-        if path in found and found[path].shape != plan.param_placement(leaf).padded
+        if path in found and found[path].shape != plan.stored_placement(leaf).padded
     ]
     faults = [f"missing: {p}" for p in missing] + [f"not in the plan: {p}" for p in extra] + wrong
     if faults:

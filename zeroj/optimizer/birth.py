@@ -119,7 +119,7 @@ class _Birth:
         plan, leaf = self.plan, self.plan.leaves[index]
         array = self._on_devices(value) if on_devices is None else on_devices
         make = traced_on(plan.mesh, lambda x: as_params(plan, [leaf], [x]))
-        (self.params[index],) = jax.jit(make, out_shardings=[plan.sharding(plan.param_placement(leaf))])(
+        (self.params[index],) = jax.jit(make, out_shardings=[plan.sharding(plan.stored_placement(leaf))])(
             array
         )
         self.masters[index] = value

@@ -34,7 +34,15 @@ SUPPORTED = frozenset(
     {
         *("offload_optimizer:cpu", "offload_optimizer:ratio", "offload_param:cpu"),
         *("offload_optimizer:nvme", "nvme"),
-        *("zero++:hpZ", "zero++:qwZ", "zero++:qgZ", "mics"),
+        *(
+            "zero++:hpZ",
+            "zero++:qwZ",
+            "zero++:qgZ",
+            "zero++:loco",
+            "zero++:nontrainable",
+            "mics",
+            "mics:hierarchical",
+        ),
     }
 )
 
@@ -100,6 +108,16 @@ class Plan:
         """Where the stored param lives."""
         return leaf.placement.at(leaf.param_memory) if self.stage.params else leaf.placement.whole()
 
+    def stored_placement(self, leaf: ParamLeaf) -> Placement:
+        """Where the array that is stored for a param lives: the param's, or that of its bytes."""
+        if not leaf.packed:
+            return self.param_placement(leaf)
+        return leaf.stored(math.prod(self.mesh.shape[axis] for axis in leaf.placement.axes))
+
+    def stored_dtype(self, leaf: ParamLeaf) -> np.dtype:
+        """The dtype of the array that is stored for a param."""
+        return np.dtype(np.int8) if leaf.packed else self.param_dtype(leaf)
+
     def grad_placement(self, leaf: ParamLeaf) -> Placement:
         """Where the reduced gradient lives."""
         return leaf.placement if self.stage.grads else leaf.placement.whole()
@@ -142,7 +160,7 @@ class Plan:
     @property
     def params(self) -> Any:
         """The params' tree of NamedSharding."""
-        return self._tree(lambda leaf: self.sharding(self.param_placement(leaf)))
+        return self._tree(lambda leaf: self.sharding(self.stored_placement(leaf)))
 
     @property
     def grads(self) -> Any:
@@ -156,7 +174,7 @@ class Plan:
 
     def params_struct(self) -> Any:
         """The stored params as ShapeDtypeStructs with shardings."""
-        return self._tree(lambda leaf: self._struct(self.param_placement(leaf), self.param_dtype(leaf)))
+        return self._tree(lambda leaf: self._struct(self.stored_placement(leaf), self.stored_dtype(leaf)))
 
     def user_struct(self) -> Any:
         """The params as the user gave them: ShapeDtypeStructs in the user's shapes and dtypes."""
@@ -241,7 +259,7 @@ def make_plan(
             "This zero_optimization asks for what zeroj does not do yet: " + ", ".join(lacking) + "."
         )
     axes = zero_axes_of(mesh, zero_axes)
-    mesh = group_mesh(tree.auto_mesh(mesh), axes, zero)
+    mesh, axes = group_mesh(tree.auto_mesh(mesh), axes, zero)
     flat, treedef = tree.flatten(params)
     trains = tree.trainable_flags(params, flat, trainable)
     is_stack = tree.path_predicate(scanned)
@@ -264,6 +282,7 @@ def make_plan(
             [axis for axis in axes if axis in placement.axes and jnp.issubdtype(leaf.dtype, jnp.floating)],
             math.prod(mesh.shape[axis] for axis in placement.axes),
             flag,
+            bool(placement.model),
         )
         leaves.append(ParamLeaf(path, leaf.keys, np.dtype(leaf.dtype), replace(placement, wire=wire), flag))
     spill = spill_settings(zero.offload_optimizer, aio if aio is None or isinstance(aio, Aio) else Aio(**aio))

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import optax
 
-from zeroj.collectives import plain
+from zeroj.collectives import frozen, plain
 from zeroj.config.precision import LossScale
 from zeroj.errors import PlanError
 from zeroj.gather import model_state as model_states
@@ -18,6 +18,7 @@ from zeroj.gather.inputs import check_params
 from zeroj.optimizer.birth import born_in_files
 from zeroj.optimizer.zero import first_state, masters_of, params_from_masters, wrap_optimizer
 from zeroj.plan import tree
+from zeroj.plan.feedback import errors_struct, first_errors
 from zeroj.plan.host_memory import check_host_memory
 from zeroj.plan.mesh import traced_on
 from zeroj.plan.plan import ParamLeaf, Plan
@@ -38,6 +39,8 @@ class TrainState(NamedTuple):
         scale: the loss scaler's state.
         rng: the key from which every step's key is folded.
         model_state: what the model carries beside its params, whole on every device; ``()`` for most models.
+        errors: what quantising lost of the gradients so far (LoCo): path -> a buffer for each hop, of which
+            each device has its own along dim 0; see :mod:`zeroj.plan.feedback`. ``()`` without it.
     """
 
     params: Any
@@ -47,6 +50,7 @@ class TrainState(NamedTuple):
     scale: ScaleState
     rng: jax.Array
     model_state: Any = ()
+    errors: Any = ()
 
 
 def shard_params(plan: Plan, params: Any) -> Any:
@@ -63,12 +67,14 @@ def shard_params(plan: Plan, params: Any) -> Any:
         PlanError: the tree or shapes are not those of the plan.
     """
     values = _user_values(plan, params)
-    return plan.treedef.unflatten(
-        [
-            _place(plan, leaf, value, plan.param_placement(leaf), plan.param_dtype(leaf))
-            for leaf, value in zip(plan.leaves, values, strict=True)
-        ]
-    )
+
+    def one(leaf: ParamLeaf, value: Any) -> jax.Array:
+        if leaf.packed and value.dtype == np.int8:
+            return value
+        placed = _place(plan, leaf, value, plan.param_placement(leaf), plan.param_dtype(leaf))
+        return frozen.packed(plan, leaf, placed) if leaf.packed else placed
+
+    return plan.treedef.unflatten([one(*pair) for pair in zip(plan.leaves, values, strict=True)])
 
 
 def init_state(
@@ -125,7 +131,7 @@ def init_state(
     scaler = init_scale(loss_scale or default_scaling(plan.precision.name))
     step, skipped, scale, key = _small(plan, (np.int32(0), np.int32(0), scaler), rng)
     carried = model_states.everywhere(plan, model_state)
-    return TrainState(params, opt_state, step, skipped, scale, key, carried)
+    return TrainState(params, opt_state, step, skipped, scale, key, carried, first_errors(plan) or ())
 
 
 def abstract_state(
@@ -147,6 +153,7 @@ def abstract_state(
     small: list[Any] = [counter, counter, jax.tree.map(whole, scale), whole(key)]
     carried = jax.eval_shape(model_state) if callable(model_state) else model_state
     small.append(jax.tree.map(whole, carried))
+    small.append(errors_struct(plan) or ())
     return TrainState(plan.params_struct(), plan.opt_state_struct(), *small)
 
 
@@ -161,6 +168,7 @@ def full_params(state: TrainState | Any, plan: Plan) -> Any:
     """
     params = state.params if isinstance(state, TrainState) else state
     values = check_params(plan, params)
+    values = [frozen.unpacked(plan, leaf, value) for leaf, value in zip(plan.leaves, values, strict=True)]
     placements = [plan.param_placement(leaf) for leaf in plan.leaves]
     if isinstance(state, TrainState) and plan.has_master:
         masters = plan.treedef.flatten_up_to(state.opt_state.master)
@@ -219,7 +227,8 @@ def _user_values(plan: Plan, params: Any) -> list[Any]:
     faults += [
         f"{p}: shape {found[p].shape}, planned {leaf.shape}"
         for p, leaf in planned.items()
-        if p in found and found[p].shape not in (leaf.shape, leaf.placement.padded)
+        if p in found
+        and found[p].shape not in (leaf.shape, leaf.placement.padded, plan.stored_placement(leaf).padded)
     ]
     if faults:
         raise PlanError(

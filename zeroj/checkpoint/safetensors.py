@@ -56,6 +56,7 @@ def export_safetensors(
     tied: Mapping[str, str] | None = None,
     names: Callable[[str], str] | None = None,
     shard_bytes: int = SHARD_BYTES,
+    model_state: bool = False,
 ) -> list[pathlib.Path]:
     """Writes the params as safetensors: one file, or several with an index, as Hugging Face names them.
 
@@ -73,6 +74,8 @@ def export_safetensors(
         tied: path -> path of the leaf that it equals; it is left out of the file.
         names: path -> name in the file; left out, "/" becomes ".".
         shard_bytes: a file takes no further tensor beyond this size.
+        model_state: whether to write what a state's model carries beside its params (running statistics), too,
+            random keys aside.
 
     Returns:
         The files written.
@@ -94,6 +97,7 @@ def export_safetensors(
                 "A state alone does not know its layout: export_safetensors(..., plan=plan)."
             )
         tensors = _of_state(source, plan, dtype, keep, rename)
+        tensors += _carried(source, rename) if model_state else []
     elif jax.process_index() == 0:
         tensors = _of_checkpoint(source, step, tag, dtype, keep, rename)
     else:
@@ -160,6 +164,21 @@ def _of_state(state: TrainState, plan: Plan, dtype: Any, keep: Any, rename: Any)
                 yield piece.index, piece.fetch()
 
         tensors.append(Tensor(rename(leaf.path), leaf.shape, _cast(leaf.dtype, dtype), parts))
+    return tensors
+
+
+def _carried(state: TrainState, rename: Any) -> list[Tensor]:
+    """What the model carries, whole on every device, in its own dtypes; process 0 writes it."""
+    tensors = []
+    for path, entry in tree.flatten(state.model_state)[0].items():
+        if jnp.issubdtype(entry.value.dtype, jax.dtypes.prng_key):
+            continue
+
+        def parts(value: Any = entry.value) -> Iterator[Part]:
+            if jax.process_index() == 0:
+                yield tuple(slice(0, n) for n in value.shape), np.asarray(value.addressable_data(0))
+
+        tensors.append(Tensor(rename(path), entry.shape, _cast(entry.value.dtype, None), parts))
     return tensors
 
 

@@ -35,7 +35,7 @@ def make_engine(trainer: Any) -> Engine:
     trainer.schedule = schedule or config.make_schedule()
     batch = example_batch(trainer)
     structs = shapes_of(trainer.model.params)
-    trainer.losses = trainer.losses.told(structs, batch)
+    trainer.losses = trainer.losses.told(structs, shapes_of(trainer.model.carried), batch)
     engine = initialize(
         trainer.losses.train,
         trainer.model.params,
@@ -45,6 +45,7 @@ def make_engine(trainer: Any) -> Engine:
         trainable=trainer.trainable,
         example_batch=batch,
         rng=args.seed,
+        model_state=trainer.model.carried,
         schedule=None if tx is not None or config.make_schedule() is not None else schedule,
     )
     return engine

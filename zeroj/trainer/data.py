@@ -83,6 +83,7 @@ class Loader:
         weigh_labels: whether rows that only fill up are left out by their labels alone, so that a last batch runs
             in the same program as the others; otherwise it is laid out anew and its rows carry weights.
         updates: whether a batch is one update, whose micro-batches are run by one program.
+        whole: whether every micro-batch must be full of examples, as running statistics need it.
     """
 
     def __init__(
@@ -94,10 +95,11 @@ class Loader:
         kept: Callable[[Any], dict[str, Any]],
         weigh_labels: bool,
         updates: bool = True,
+        whole: bool = False,
     ) -> None:
         self.dataset, self.collate, self.plan, self.shape = dataset, collate, plan, shape
         self.kept = kept
-        self.weigh_labels, self.updates = weigh_labels, updates
+        self.weigh_labels, self.updates, self.whole = weigh_labels, updates, whole
 
     def epoch(
         self, epoch: int, seed: int | None, *, drop_last: bool = False, skip: int = 0
@@ -116,9 +118,9 @@ class Loader:
             yield from self._by_iteration(epoch, drop_last, skip)
 
     def _by_index(self, epoch: int, seed: int | None, drop_last: bool, skip: int) -> Iterator[GlobalBatch]:
-        order = order_of(len(self.dataset), epoch, seed)[
-            : kept_rows(len(self.dataset), self.shape, drop_last)
-        ]
+        kept = kept_rows(len(self.dataset), self.shape, drop_last)
+        self._laid_out(kept)  # raises before the first update, not at the last
+        order = order_of(len(self.dataset), epoch, seed)[:kept]
         for start in range(skip * self.shape.rows, len(order), self.shape.rows):
             chosen = order[start : start + self.shape.rows]
             yield from self._batches(len(chosen), partial(self._read, chosen))
@@ -175,6 +177,12 @@ class Loader:
             return shape, False
         if real % micro == 0:
             return dataclasses.replace(shape, accumulation=real // micro), False
+        if self.whole:
+            raise PlanError(
+                f"The last {real % micro} of {real} examples do not fill a micro-batch of {shape.micro} x "
+                f"{shape.world} devices, and the model carries statistics of its batches, in which rows that fill "
+                "it up would count. Set dataloader_drop_last=True, or use another number of examples."
+            )
         return dataclasses.replace(shape, micro=1, accumulation=-(-real // shape.world)), True
 
     def _global(self, arrays: dict[str, np.ndarray], rows: int) -> dict[str, Any]:

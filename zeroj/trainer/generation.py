@@ -54,7 +54,7 @@ def decoder(forward: Any, length: int, temperature: float, eos: int | None) -> A
     during training; serving wants a cache. A row that is done keeps its tokens while the others go on.
     """
 
-    def run(params: Any, batch: Any, rng: Any) -> tuple[Any, Any]:
+    def run(params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[Any, Any, Any]:
         rows = jnp.arange(batch["tokens"].shape[0])
         places = jnp.arange(batch["tokens"].shape[1])
         key = jax.random.key(batch["seed"][0])
@@ -62,7 +62,8 @@ def decoder(forward: Any, length: int, temperature: float, eos: int | None) -> A
         def add(carry: Any, step: jax.Array) -> tuple[Any, None]:
             tokens, sizes, done = carry
             seen = {"input_ids": tokens, "attention_mask": (places < sizes[:, None]).astype(jnp.int32)}
-            logits = logits_of(forward(params, seen, rng, False))[rows, sizes - 1].astype(jnp.float32)
+            output, _ = forward(params, model_state, seen, rng, False)
+            logits = logits_of(output)[rows, sizes - 1].astype(jnp.float32)
             if temperature > 0:
                 token = jax.random.categorical(jax.random.fold_in(key, step), logits / temperature)
             else:
@@ -75,6 +76,6 @@ def decoder(forward: Any, length: int, temperature: float, eos: int | None) -> A
 
         start = (batch["tokens"], batch["sizes"], jnp.zeros(rows.shape, bool))
         (tokens, sizes, _), _ = jax.lax.scan(add, start, jnp.arange(length))
-        return jnp.float32(0), {"tokens": tokens, "sizes": sizes}
+        return jnp.float32(0), model_state, {"tokens": tokens, "sizes": sizes}
 
     return run

@@ -8,6 +8,7 @@ import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh
@@ -58,7 +59,8 @@ class Trainer(Results):
         callbacks: objects with Hugging Face's events; see :class:`TrainerCallback`.
         optimizers: (optax transformation, schedule); where given, the ds_config must not have one.
         preprocess_logits_for_metrics: ``(logits, labels)`` -> what to keep for compute_metrics.
-        params: the params, where the model does not hold them.
+        params: the params, where the model does not hold them; of a linen module all variables, of which those
+            beside "params" (such as "batch_stats") are carried from step to step.
         mesh: the devices; left out, all of them.
         trainable: which leaves train; see :func:`zeroj.make_plan`.
 
@@ -159,7 +161,9 @@ class Trainer(Results):
     def loader(self, dataset: Any, shape: Shape, updates: bool = True) -> Loader:
         """Global batches of a dataset."""
         plan = self.engine.plan
-        return Loader(dataset, self.data_collator, plan, shape, self.kept, self.losses.by_labels, updates)
+        whole = updates and bool(jax.tree.leaves(building.shapes_of(self.model.carried)))
+        by_labels = self.losses.by_labels and not whole
+        return Loader(dataset, self.data_collator, plan, shape, self.kept, by_labels, updates, whole)
 
     def kept(self, example: Any) -> dict[str, Any]:
         """The columns of an example that the model takes."""
@@ -273,14 +277,14 @@ class Trainer(Results):
         dtype: Any = None,
         only: Callable[[str], bool] | None = None,
     ) -> list[pathlib.Path]:
-        """Writes the params as safetensors, and the model's config. Every process must call it.
+        """Writes params and running statistics as safetensors, and the model's config. Every process must call it.
 
         Nothing is gathered: every process writes its own shards into the files.
 
         Args:
             output_dir: the folder; left out, the run's.
             dtype: "fp32", "bf16" or "fp16"; left out, the dtype of computation, as DeepSpeed's 16-bit weights.
-            only: a predicate of paths: which leaves to write; left out, all.
+            only: a predicate of paths: which params alone to write; left out, all.
 
         Returns:
             The safetensors files.

@@ -13,8 +13,9 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from zeroj.checkpoint.together import arrive
 from zeroj.engine import Engine
-from zeroj.errors import ConfigError
+from zeroj.errors import ConfigError, ZerojError
 from zeroj.plan.mesh import make_mesh, zero_axes_of
 from zeroj.trainer import building, evaluation, generation, loop
 from zeroj.trainer.arguments import TrainingArguments
@@ -221,6 +222,7 @@ class Trainer(Results):
             for name, part in dataset.items():
                 found |= self.evaluate(part, metric_key_prefix=f"{metric_key_prefix}_{name}")
             return found
+        self._arrive(f"evaluation {metric_key_prefix!r}")
         with self.times.of("evaluate"):
             keep = self.compute_metrics is not None and not self.args.prediction_loss_only
             output = evaluation.run(self, dataset, metric_key_prefix, keep_predictions=keep)
@@ -245,6 +247,7 @@ class Trainer(Results):
             raise ConfigError(
                 "predict(ignore_keys=...) is not supported: return only what you need as logits."
             )
+        self._arrive("prediction")
         output = evaluation.run(self, test_dataset, metric_key_prefix, keep_predictions=True)
         self._call("on_predict", metrics=output.metrics)
         return output
@@ -269,6 +272,7 @@ class Trainer(Results):
         Returns:
             The prompts with what was added, whole on every host.
         """
+        self._arrive("generation")
         return generation.generate(self, prompts, max_new_tokens, temperature, eos_token_id, seed)
 
     def save_model(
@@ -289,6 +293,7 @@ class Trainer(Results):
         Returns:
             The safetensors files.
         """
+        self._arrive("save_model")
         return export_model(self, pathlib.Path(output_dir or str(self.args.output_dir)), dtype, only)
 
     def log(self, logs: dict[str, Any]) -> None:
@@ -298,6 +303,10 @@ class Trainer(Results):
         self._call("on_log", logs=logs)
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _arrive(self, what: str) -> None:
+        """Waits until every process has come to what all of them have to do."""
+        arrive(f"{what} after update {self.state.global_step}", self.args.ddp_timeout, ZerojError)
 
     def _call(self, event: str, **kwargs: Any) -> None:
         model = self.model.source

@@ -280,6 +280,12 @@ def give_back_memory() -> None:
         trim(0)
 
 
+def compiled_count(jitted: Any) -> int:
+    """How many programs a jitted function has compiled, one for each kind of arguments; 0 where it cannot tell."""
+    count = getattr(jitted, "_cache_size", None)
+    return 0 if count is None else int(count())
+
+
 def is_tracer(value: Any) -> bool:
     """Whether ``value`` stands for an array in a program that is being traced, and so holds no data."""
     return isinstance(value, jax.core.Tracer)

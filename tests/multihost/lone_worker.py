@@ -33,6 +33,10 @@ def run(folder: Path) -> list[str]:
     trainer.train()
     trainer.evaluate()
     told = []
+    try:
+        trainer.evaluate(iter(toy.text(4, varied=False, seed=jax.process_index())))
+    except zj.PlanError as error:
+        told.append(str(error))
     if jax.process_index() == 0:
         for call in (trainer.evaluate, lambda: trainer.predict(rows), trainer.save_model):
             try:

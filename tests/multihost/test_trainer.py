@@ -69,7 +69,8 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
 def test_what_one_process_does_alone_is_named(tmp_path: Path) -> None:
     """J2: an error that says who never came, and where it was last, in place of waiting for ever."""
     told = run_processes(tmp_path, "lone", worker="tests.multihost.lone_worker")[0]["told"]
-    assert len(told) == 3
-    for text, what in zip(told, ("evaluation 'eval'", "prediction", "save_model"), strict=True):
+    assert len(told) == 4
+    assert "iterate over different data: those of [1]" in told[0]
+    for text, what in zip(told[1:], ("evaluation 'eval'", "prediction", "save_model"), strict=True):
         assert f"The {what} after update 1 is collective" in text
         assert "after 2 seconds process 1 (last at the evaluation 'eval' after update 1) had not" in text

@@ -13,6 +13,7 @@ from zeroj.errors import ConfigError
 from zeroj.trainer.arguments import TrainingArguments
 from zeroj.trainer.data import is_sized
 from zeroj.trainer.schedules import make_schedule
+from zeroj.trainer.streams import tells_place
 
 
 def make_engine(trainer: Any) -> Engine:
@@ -81,10 +82,14 @@ def _first(dataset: Any) -> tuple[Any, Any]:
     if is_sized(dataset):
         return dataset[0], None
     stream = iter(dataset)
+    start = stream.get_state() if tells_place(stream) else None
     try:
         example = next(stream)
     except StopIteration:
         raise ConfigError("The dataset is empty.") from None
+    if start is not None:
+        stream.set_state(start)
+        return example, None
     return example, itertools.chain([example], stream) if stream is dataset else None
 
 

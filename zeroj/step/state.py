@@ -290,9 +290,12 @@ def place_array(whole: Any, placement: Placement, dtype: np.dtype, sharding: Any
 
 def let_go(value: Any) -> None:
     """Gives back the memory that a file's pages take once they are read; they are read again if need be."""
-    base = getattr(value, "source", value)
-    if getattr(base, "mode", None) != "r" or not hasattr(mmap, "MADV_DONTNEED"):
+    for part in getattr(value, "sources", ()) or [getattr(value, "source", None)]:
+        if part is not None:
+            let_go(part)
+    if getattr(value, "mode", None) != "r" or not hasattr(mmap, "MADV_DONTNEED"):
         return  # not a read-only memory map; pages that were written to must stay
+    base = value
     while isinstance(base, np.ndarray):
         base = base.base
     if isinstance(base, mmap.mmap):

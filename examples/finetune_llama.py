@@ -142,12 +142,7 @@ def main() -> int:
         lora.save_adapter(trainer, args.out / "adapter", str(args.model or ""))
         lora.merge(trainer)
     files = trainer.save_model(args.out / "model", only=lambda path: not lora.is_adapter(path, None))
-    prompt = (
-        tokens.encode([(args.prompt, False)], tokenizer, 10**6) if args.prompt else trainer.eval_dataset[0]
-    )
-    start = (
-        prompt["input_ids"][:-1] if args.prompt else prompt["input_ids"][: len(prompt["input_ids"]) // 2 + 1]
-    )
+    start = tokens.question(args.prompt, trainer.eval_dataset[0], tokenizer)
     text = trainer.generate([start], max_new_tokens=48, eos_token_id=tokenizer.eos)[0]
     if trainer.is_world_process_zero():
         print(f"sample: {tokenizer.decode(start)!r} -> {tokenizer.decode(text[len(start) :])!r}")

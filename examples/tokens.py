@@ -26,7 +26,7 @@ class Bytes:
 
     vocab_size, bos, eos = 258, 256, 257
     pad_token_id = 0
-    plain_chats = True
+    plain_chats, chat = True, None
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -150,6 +150,18 @@ def encode(pieces: list[tuple[str, bool]], tokenizer: Any, longest: int) -> dict
         ids.append(tokenizer.eos)
         labels.append(tokenizer.eos if pieces[-1][1] else IGNORED)
     return {"input_ids": ids[:longest], "labels": labels[:longest]}
+
+
+def question(prompt: str | None, row: dict[str, list[int]], tokenizer: Any) -> list[int]:
+    """What to continue: a prompt, as a chat where the tokenizer has a template; or a row up to what is learnt of it."""
+    if prompt is not None and tokenizer.chat is not None:
+        chat = [{"role": "user", "content": prompt}]
+        return list(tokenizer.encode_spans(tokenizer.chat.render(chat, answer=True))[0])
+    if prompt is not None:
+        return ([tokenizer.bos] if tokenizer.bos is not None else []) + tokenizer.encode(prompt)
+    ids, labels = row["input_ids"], row["labels"]
+    asked = next((i for i, label in enumerate(labels) if label != IGNORED), 0)
+    return ids[:asked] if asked > 1 else ids[: len(ids) // 2 + 1]
 
 
 def _first(value: Any) -> int | None:

@@ -98,6 +98,11 @@ def test_the_assistants_turns_alone_are_learnt(
     (row,) = tokens.read_jsonl(file, tokenizer, 999)
     assert "".join(map(chr, row["input_ids"])).startswith(begins)
     assert turns(row) == [learnt.format("yo"), learnt.format("three")]
+    asked = "".join(map(chr, tokens.question("why", row, tokenizer)))
+    assert "why" in asked and asked == tokenizer.chat.render(
+        [{"role": "user", "content": "why"}], answer=True
+    )
+    assert tokens.question(None, row, tokenizer) == row["input_ids"][: row["labels"].index(ord("y"))]
     (short,) = tokens.read_jsonl(file, tokenizer, 20)
     assert len(short["input_ids"]) == len(short["labels"]) == 20
 

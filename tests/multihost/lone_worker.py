@@ -26,7 +26,7 @@ def run(folder: Path) -> list[str]:
         max_steps=1,
         save_strategy="no",
         disable_tqdm=True,
-        ddp_timeout=2,
+        ddp_timeout=120,
     )
     rows = toy.text(8, varied=False)
     trainer = zj.Trainer(toy.net(), args, train_dataset=rows, eval_dataset=rows)
@@ -37,6 +37,7 @@ def run(folder: Path) -> list[str]:
         trainer.evaluate(iter(toy.text(4, varied=False, seed=jax.process_index())))
     except zj.PlanError as error:
         told.append(str(error))
+    trainer.args.ddp_timeout = 2
     if jax.process_index() == 0:
         for call in (trainer.evaluate, lambda: trainer.predict(rows), trainer.save_model):
             try:

@@ -83,7 +83,10 @@ def run(trainer: Any, folder: pathlib.Path | None) -> Any:
     trainer.log(dict(metrics))
     trainer.save_state()
     trainer._call("on_train_end")
-    _say(trainer, f"time: {trainer.times.summary()}")
+    skipped = trainer.engine.skipped_steps
+    _say(
+        trainer, f"time: {trainer.times.summary()}" + (f"; {skipped} updates were skipped" if skipped else "")
+    )
     return TrainOutput(trainer.state.global_step, metrics["train_loss"], metrics)
 
 

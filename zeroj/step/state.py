@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -125,9 +126,7 @@ def init_state(
         params, opt_state = born_in_files(wrapped.user_tx, plan, master_of)
     else:
         masters = [master_of(i) for i in range(len(plan.leaves))]
-        opt_state = _first_opt_state(wrapped, plan, masters, shardings.opt_state)
-        to_params = traced_on(plan.mesh, partial(params_from_masters, plan))
-        params = jax.jit(to_params, out_shardings=shardings.params)(masters)
+        params, opt_state = _born(wrapped, plan, masters, shardings)
     scaler = init_scale(loss_scale or default_scaling(plan.precision.name))
     step, skipped, scale, key = _small(plan, (np.int32(0), np.int32(0), scaler), rng)
     carried = model_states.everywhere(plan, model_state)
@@ -202,12 +201,43 @@ def birth(plan: Plan, init_fn: Callable[[], Any]) -> Any:
     return jax.jit(traced_on(plan.mesh, lambda: masters_of(plan, init_fn())), out_shardings=shardings)
 
 
-def _first_opt_state(wrapped: Any, plan: Plan, masters: list[jax.Array], shardings: Any) -> ZeroOptState:
+def _born(wrapped: Any, plan: Plan, masters: list[jax.Array], shardings: Any) -> tuple[Any, ZeroOptState]:
+    """Params and optimizer state from masters, which are used up: nothing is held twice, even while it is made.
+
+    Whichever of the two keeps the masters' values is made last and takes over their memory.
+    """
+    to_params = traced_on(plan.mesh, partial(params_from_masters, plan))
+    if not plan.has_master:
+        opt_state = _first_opt_state(wrapped, plan, masters, shardings.opt_state, set())
+        held = plan.treedef.flatten_up_to(shardings.params)
+        kept = {i for i, x in enumerate(masters) if x.sharding == held[i]}
+        return _using_up(to_params, masters, kept, shardings.params), opt_state
+    params = jax.jit(to_params, out_shardings=shardings.params)(masters)
+    kept = {i for i, leaf in enumerate(plan.leaves) if leaf.trainable}
+    return params, _first_opt_state(wrapped, plan, masters, shardings.opt_state, kept)
+
+
+def _first_opt_state(
+    wrapped: Any, plan: Plan, masters: list[jax.Array], shardings: Any, kept: set[int]
+) -> ZeroOptState:
     """The optimizer's state; an init that needs real values runs outside ``jit``, on global arrays."""
     make = traced_on(plan.mesh, partial(first_state, wrapped.user_tx, plan))
     if not plan.concrete_init:
-        return jax.jit(make, out_shardings=shardings)(masters)
+        return _using_up(make, masters, kept, shardings)
     return jax.tree.map(jax.device_put, make(masters), shardings)
+
+
+def _using_up(
+    make: Callable[[list[jax.Array]], Any], masters: list[jax.Array], kept: set[int], shardings: Any
+) -> Any:
+    """What ``make`` makes of the masters; the output that a master of ``kept`` becomes takes over its memory."""
+
+    def run(kept: dict[int, jax.Array], others: dict[int, jax.Array]) -> Any:
+        return make([(kept | others)[i] for i in range(len(masters))])
+
+    given = {i: x for i, x in enumerate(masters) if i in kept}
+    others = {i: x for i, x in enumerate(masters) if i not in kept}
+    return jax.jit(run, out_shardings=shardings, donate_argnums=(0,))(given, others)
 
 
 def _small(plan: Plan, counters: tuple[Any, ...], rng: jax.Array | int) -> tuple[Any, ...]:
@@ -246,13 +276,16 @@ def _place(plan: Plan, leaf: ParamLeaf, value: Any, placement: Placement, dtype:
     whole = value if hasattr(value, "__getitem__") and not isinstance(value, jax.Array) else np.asarray(value)
     if whole.shape != leaf.shape:
         whole = np.asarray(whole)[tuple(slice(0, n) for n in leaf.shape)]
-    return place_array(whole, placement, dtype, sharding)
+    placed = place_array(whole, placement, dtype, sharding)
+    let_go(value)
+    return placed
 
 
 def place_array(whole: Any, placement: Placement, dtype: np.dtype, sharding: Any) -> jax.Array:
     """An array in the user's shape in its place: padded, cast, and each device sent its own slice alone.
 
-    It may be anything that is sliced, such as a memory map: only slices are read.
+    It may be anything that is sliced, such as a memory map: only slices are read. On a CPU the result may
+    share its memory; XLA copies such an array where a program would take it over.
     """
 
     def piece(index: Any) -> np.ndarray:
@@ -262,6 +295,20 @@ def place_array(whole: Any, placement: Placement, dtype: np.dtype, sharding: Any
         return np.pad(part, missing) if any(after for _, after in missing) else part
 
     return jax.make_array_from_callback(placement.padded, sharding, piece)
+
+
+def let_go(value: Any) -> None:
+    """Gives back the memory that a file's pages take once they are read; they are read again if need be."""
+    for part in getattr(value, "sources", ()) or [getattr(value, "source", None)]:
+        if part is not None:
+            let_go(part)
+    if getattr(value, "mode", None) != "r" or not hasattr(mmap, "MADV_DONTNEED"):
+        return  # not a read-only memory map; pages that were written to must stay
+    base = value
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if isinstance(base, mmap.mmap):
+        base.madvise(mmap.MADV_DONTNEED)
 
 
 def _fit(value: jax.Array, leaf: ParamLeaf, placement: Placement) -> jax.Array:

@@ -15,6 +15,7 @@ import pytest
 import zeroj as zj
 from tests import oracle
 from zeroj import _compat
+from zeroj.gather import fingerprint
 
 Block = Callable[[Any, jax.Array], jax.Array]
 
@@ -120,7 +121,7 @@ def test_layers_with_names_of_their_own_keep_them() -> None:
 
 def test_fingerprints_tell_programs_apart() -> None:
     def of(fun: Callable[..., Any], *shape: int) -> Any:
-        return _compat.fingerprint(_compat.trace(fun, jnp.ones(shape))[0].jaxpr)
+        return fingerprint.of_program(_compat.trace(fun, jnp.ones(shape))[0].jaxpr)
 
     assert of(jnp.sin, 3) == of(lambda x: jnp.sin(x), 3) != of(jnp.cos, 3)
     assert of(jnp.sin, 3) != of(jnp.sin, 4)

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from zeroj import _compat
+from zeroj.gather import fingerprint
 from zeroj.gather.lazy import Expr, Lazy, Shard, is_lazy
 from zeroj.gather.reductions import Reductions
 from zeroj.gather.tokens import Gathers, Progress, Tokens
@@ -88,7 +89,7 @@ class Regions:
                 _check(reduction.placement)
         program = self._programs.get(id(called.jaxpr))
         if program is None:
-            program = self._programs.setdefault(id(called.jaxpr), _compat.fingerprint(called.jaxpr))
+            program = self._programs.setdefault(id(called.jaxpr), fingerprint.of_program(called.jaxpr))
         flags = bool(eqn.params.get("differentiated"))
         return program, flags, operands.structure, tuple(wanted), tuple(same), state
 
@@ -136,7 +137,7 @@ class Operands:
             return "shard", self._at(value.array), value.placement, str(value.dtype)
         if isinstance(value, Expr):
             operands = tuple(self._describe(operand) for operand in value.operands)
-            return "expr", _compat.fingerprint_of(value.eqn), value.index, operands
+            return "expr", fingerprint.of_equation(value.eqn), value.index, operands
         if is_lazy(value):
             raise NotAlike
         if isinstance(value, jax.Array):

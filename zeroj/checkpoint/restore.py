@@ -82,7 +82,7 @@ def restore_state(
         small |= _saved_fields(folder, manifest, plan)
         model_state = saved_model_state(folder, manifest, plan, model_state)
     small["model_state"] = model_state
-    return assemble(plan, stored_params(plan, masters), opt_state, small)
+    return assemble(plan, stored_params(plan, masters, spilled), opt_state, small)
 
 
 def _masters(folder: str, manifest: Manifest, plan: Plan, fill: Any, spilled: Spilled | None) -> list[Any]:

@@ -48,11 +48,11 @@ def whole(near_shard: jax.Array, placement: Placement, dtype: np.dtype) -> jax.A
     packed = jax.lax.all_gather(near_shard, rest)
     sizes = [jax.lax.axis_size(axis) for axis in (*rest, *kept)]
     return quantized.unpack(
-        packed.reshape(*sizes, -1), placement, (*rest, *kept), _shard_shape(placement), dtype
+        packed.reshape(*sizes, -1), placement, (*rest, *kept), shard_shape(placement), dtype
     )
 
 
-def _shard_shape(placement: Placement) -> Sequence[int]:
+def shard_shape(placement: Placement) -> Sequence[int]:
     """The shape of one device's shard."""
     shape = list(placement.padded)
     for dim, axes in placement.dims:

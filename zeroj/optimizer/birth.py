@@ -119,10 +119,12 @@ class _Birth:
         plan, leaf = self.plan, self.plan.leaves[index]
         array = self._on_devices(value) if on_devices is None else on_devices
         make = traced_on(plan.mesh, lambda x: as_params(plan, [leaf], [x]))
-        (self.params[index],) = jax.jit(make, out_shardings=[plan.sharding(plan.param_placement(leaf))])(
-            array
-        )
-        self.masters[index] = value
+        (param,) = jax.jit(make, out_shardings=[plan.sharding(plan.param_placement(leaf))])(array)
+        self.params[index], self.masters[index] = param, value
+        if index in self.spilled.params:
+            self.params[index] = self.spilled.params[index]
+            if value is not self.params[index]:
+                self.params[index].write(param)
         if index in self.spilled.masters:
             if value is not self.spilled.masters[index]:
                 self.spilled.masters[index].write(array)

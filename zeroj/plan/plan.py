@@ -19,6 +19,7 @@ from zeroj.config.spill import SpillSettings, spill_settings
 from zeroj.config.zero import Zero
 from zeroj.errors import PlanError
 from zeroj.plan import offload, tree
+from zeroj.plan.cuts import Cut, file_cuts
 from zeroj.plan.groups import group_mesh, sharding_axes
 from zeroj.plan.leaves import STAGES as STAGES
 from zeroj.plan.leaves import ParamLeaf as ParamLeaf
@@ -33,7 +34,7 @@ from zeroj.plan.wire import wire_of
 SUPPORTED = frozenset(
     {
         *("offload_optimizer:cpu", "offload_optimizer:ratio", "offload_param:cpu"),
-        *("offload_optimizer:nvme", "nvme"),
+        *("offload_optimizer:nvme", "offload_param:nvme", "nvme"),
         *("zero++:hpZ", "zero++:qwZ", "zero++:qgZ", "mics"),
     }
 )
@@ -57,6 +58,7 @@ class Plan:
     state_treedef: Any
     concrete_init: bool = False
     spill: SpillSettings | None = None
+    spill_params: SpillSettings | None = None
 
     @property
     def stage(self) -> Stage:
@@ -86,13 +88,24 @@ class Plan:
     @cached_property
     def streams(self) -> bool:
         """Whether anything that an update changes lives in host memory, and so is streamed through the device."""
-        return any(leaf.state_memory not in ("", NVME) or leaf.param_memory for leaf in self.leaves)
+        return any({leaf.state_memory, leaf.param_memory} - {"", NVME} for leaf in self.leaves)
 
     @cached_property
     def spills(self) -> bool:
-        """Whether any of the optimizer's state lies in files."""
+        """Whether any of the optimizer's state, or of the params, lies in files."""
         masters = self.has_master and any(leaf.state_memory == NVME for leaf in self.leaves)
-        return masters or any(leaf.placement.memory == NVME for leaf in self.state_leaves)
+        state = any(leaf.placement.memory == NVME for leaf in self.state_leaves)
+        return masters or state or self.spills_params
+
+    @cached_property
+    def spills_params(self) -> bool:
+        """Whether any of the params lies in files."""
+        return any(leaf.param_memory == NVME for leaf in self.leaves)
+
+    @cached_property
+    def file_cuts(self) -> dict[str, Cut | None]:
+        """Path of a leaf -> how its files are cut; see :func:`zeroj.plan.cuts.file_cuts`."""
+        return file_cuts(self)
 
     # -- placements, in the order of ``leaves`` ----------------------------------------------------
 
@@ -105,8 +118,12 @@ class Plan:
         return leaf.placement if self.stage.grads else leaf.placement.whole()
 
     def gradient_memory(self, leaf: ParamLeaf) -> str:
-        """Where a whole step's gradient of one micro-batch waits for the update: with its param and its state."""
-        return leaf.param_memory if leaf.param_memory == leaf.state_memory else ""
+        """Where a whole step's gradient of one micro-batch waits for the update: with its param and its state.
+
+        Where the update reads files, it waits on the device.
+        """
+        together = leaf.param_memory == leaf.state_memory and not self.spills
+        return leaf.param_memory if together else ""
 
     def master_placement(self, leaf: ParamLeaf) -> Placement:
         """Where what the optimizer updates lives: the fp32 master, or the param that is its own master."""
@@ -266,8 +283,13 @@ def make_plan(
             flag,
         )
         leaves.append(ParamLeaf(path, leaf.keys, np.dtype(leaf.dtype), replace(placement, wire=wire), flag))
-    spill = spill_settings(zero.offload_optimizer, aio if aio is None or isinstance(aio, Aio) else Aio(**aio))
-    plan = Plan(mesh, zero, axes, policy, threshold, tuple(leaves), treedef, (), None, spill=spill)
+    disk = aio if aio is None or isinstance(aio, Aio) else Aio(**aio)
+    plan = Plan(mesh, zero, axes, policy, threshold, tuple(leaves), treedef, (), None)
+    plan = replace(
+        plan,
+        spill=spill_settings(zero.offload_optimizer, disk),
+        spill_params=spill_settings(zero.offload_param, disk),
+    )
     return _with_state(plan, tx)
 
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 #: Bytes of a device's optimizer state in one piece, unless sub_group_size says otherwise.
 PIECE_BYTES = 64 * 2**20
+#: Bytes of which buffers and files are multiples.
+PAGE = 4096
 #: Bytes of a device's part of one layer from which on a stack of params lies in files layer by layer.
 LAYER_BYTES = 64 * 2**10
 
@@ -121,16 +123,21 @@ def held_params(plan: Plan) -> frozenset[str]:
 
 
 def param_window(plan: Plan) -> tuple[int, int]:
-    """Bytes of host memory into which params are read ahead, and of the pieces on their way to the devices."""
+    """Bytes of a host's memory into which params are read ahead, and of pieces on their way to the devices.
+
+    Each device has ``buffer_count`` buffers and one piece on its way, in whole pages.
+    """
     settings, held = plan.spill_params, held_params(plan)
     away = [x for x in plan.leaves if x.param_memory == NVME and x.path not in held]
     if settings is None or not away:
         return 0, 0
-    largest = max(_param_piece(plan, leaf) for leaf in away)
+    pages = lambda n: -(-n // PAGE) * PAGE  # noqa: E731
+    largest = max(pages(_param_piece(plan, leaf)) for leaf in away)
     itemsize = max(plan.param_dtype(leaf).itemsize for leaf in away)
-    buffer = largest if settings.buffer_size is None else settings.buffer_size * itemsize
-    total = sum(file_bytes(plan, plan.param_placement(x), plan.param_dtype(x)) for x in away)
-    return min(settings.buffer_count * buffer, total), devices_per_host(plan.mesh) * largest
+    buffer = largest if settings.buffer_size is None else pages(settings.buffer_size * itemsize)
+    many = devices_per_host(plan.mesh)
+    total = sum(pages(_param_piece(plan, x)) * _pieces(plan, x) for x in away)
+    return min(settings.buffer_count * buffer * many, total), many * largest
 
 
 def update_buffer(plan: Plan) -> int:
@@ -162,6 +169,14 @@ def _param_piece(plan: Plan, leaf: ParamLeaf) -> int:
     nbytes = shard_bytes(plan, plan.param_placement(leaf), plan.param_dtype(leaf))
     cut = plan.file_cuts[leaf.path]
     return nbytes // cut.count if cut is not None and by_layer(cut) else nbytes
+
+
+def _pieces(plan: Plan, leaf: ParamLeaf) -> int:
+    """How many of them there are on one host, at most."""
+    placement, dtype = plan.param_placement(leaf), plan.param_dtype(leaf)
+    shards = file_bytes(plan, placement, dtype) // max(shard_bytes(plan, placement, dtype), 1)
+    cut = plan.file_cuts[leaf.path]
+    return shards * cut.count if cut is not None and by_layer(cut) else shards
 
 
 def parts_of(plan: Plan, placement: Placement) -> tuple[int, ...]:

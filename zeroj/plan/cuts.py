@@ -92,7 +92,7 @@ def file_cuts(plan: Plan) -> dict[str, Cut | None]:
 
 def _layers(plan: Plan, leaf: ParamLeaf) -> Cut | None:
     """The cut of a stack of params in files into its layers."""
-    if plan.spill_params is None or leaf.param_memory != NVME or len(leaf.placement.shape) < 2:
+    if plan.spill_params is None or leaf.param_memory != NVME or len(leaf.placement.shape) < 3:
         return None
     layers = leaf.placement.shape[0]
     smallest = layers * min(LAYER_BYTES, plan.spill_params.smallest)

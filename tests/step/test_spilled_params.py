@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 #: From jax 0.11 on, XLA:CPU multiplies matrices of some gradients in another order; see test_spilled.py.
 NEARLY = 1e-4 if jax.__version_info__ >= (0, 11) else 0.0
-LAYERS, WIDTH = 4, 32
+LAYERS, WIDTH = 3, 32
 SCANNED, UNROLLED = True, False
 
 
@@ -116,9 +116,11 @@ def assert_same(plan: Any, state: Any, other: Any, wanted: Any, rtol: float = 0)
 def test_params_and_state_in_files_equal_the_host(
     tmp_path: pathlib.Path, precision: str, scanned: bool
 ) -> None:
+    """In half precision beside params on the device: in host memory gradients wait in bf16, here in fp32."""
     tx = optax.adamw(1e-2)
     files = plan_on("nvme", "nvme", tmp_path, tx, precision=precision, scanned=scanned)
-    host = plan_on("cpu", "cpu", tmp_path, tx, precision=precision, scanned=scanned)
+    beside = "cpu" if precision == "fp32" else "none"
+    host = plan_on(beside, "cpu", tmp_path, tx, precision=precision, scanned=scanned)
     losses, state, step = run(files, tx, scanned=scanned)
     expected, wanted, _ = run(host, tx, scanned=scanned)
     assert losses == pytest.approx(expected, rel=NEARLY, abs=0)
@@ -142,10 +144,10 @@ def test_params_and_state_on_different_tiers(
     """Nearly where state is on the device: there XLA makes one program of gradient and update."""
     tx = optax.adamw(1e-2)
     files = plan_on(*tiers, tmp_path, tx, precision=precision)
-    host = plan_on("cpu", "cpu" if tiers[1] == "nvme" else tiers[1], tmp_path, tx, precision=precision)
-    losses, state, _ = run(files, tx)
-    expected, wanted, _ = run(host, tx)
-    rtol = 1e-5 if "none" in tiers else 0
+    host = plan_on("none", "none" if "none" in tiers else "cpu", tmp_path, tx, precision=precision)
+    losses, state, _ = run(files, tx, steps=3)
+    expected, wanted, _ = run(host, tx, steps=3)
+    rtol = 1e-4 if "none" in tiers else 0
     assert losses == pytest.approx(expected, rel=max(rtol, NEARLY), abs=0)
     assert_same(files, state, host, wanted, rtol)
     kinds = {getattr(x, "sharding", None) and x.sharding.memory_kind for x in jax.tree.leaves(state.params)}
@@ -159,7 +161,8 @@ def test_accumulation_the_global_view_and_quantised_gathers(tmp_path: pathlib.Pa
         ({"loss_over": "global"}, {}),
         ({}, {"zero_quantized_weights": True}),
     ):
-        files, host = (plan_on(t, t, tmp_path, tx, precision="bf16", **more) for t in ("nvme", "cpu"))
+        files = plan_on("nvme", "nvme", tmp_path, tx, **more)
+        host = plan_on("cpu", "cpu", tmp_path, tx, **more)
         losses, state, _ = run(files, tx, steps=2, **options)
         expected, wanted, _ = run(host, tx, steps=2, **options)
         assert losses == pytest.approx(expected, rel=max(1e-6, NEARLY))
@@ -168,7 +171,8 @@ def test_accumulation_the_global_view_and_quantised_gathers(tmp_path: pathlib.Pa
 
 def test_overflow_steps_change_nothing(tmp_path: pathlib.Path) -> None:
     tx = optax.adamw(1e-2)
-    files, host = (plan_on(t, t, tmp_path, tx, precision="fp16") for t in ("nvme", "cpu"))
+    files = plan_on("nvme", "nvme", tmp_path, tx, precision="fp16")
+    host = plan_on("none", "cpu", tmp_path, tx, precision="fp16")
     losses, state, _ = run(files, tx, steps=8)
     expected, wanted, _ = run(host, tx, steps=8)
     assert 0 < int(state.skipped) == int(wanted.skipped) < 8
@@ -258,7 +262,7 @@ def test_a_function_of_ones_own_is_refused(tmp_path: pathlib.Path) -> None:
 def test_large_leaves_are_updated_in_pieces(tmp_path: pathlib.Path) -> None:
     """sub_group_size: the same numbers, with buffers of a piece's size, and files that a checkpoint reads."""
     tx = optax.adamw(1e-2)
-    small = plan_on("none", "nvme", tmp_path, tx, precision="bf16", sub_group_size=2000)
+    small = plan_on("none", "nvme", tmp_path, tx, precision="bf16", sub_group_size=200)
     large = plan_on("none", "nvme", tmp_path, tx, precision="bf16")
     assert max(cut.count for cut in small.file_cuts.values() if cut) > 4
     losses, state, step = run(small, tx)

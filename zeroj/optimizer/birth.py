@@ -109,10 +109,13 @@ class _Birth:
             self._keep_master(i, value, None)
 
     def _keep_state(self, index: int, value: jax.Array) -> None:
+        placement = self.plan.state_leaves[index].placement
         self.inner[index] = value
         if index in self.spilled.inner:
             self.spilled.inner[index].write(value)
             self.inner[index] = self.spilled.inner[index]
+        elif placement.memory:
+            self.inner[index] = jax.device_put(value, self.plan.sharding(placement))
 
     def _keep_master(self, index: int, value: Any, on_devices: Any) -> None:
         """Puts a master in its place, and makes the stored param from it."""
@@ -131,7 +134,9 @@ class _Birth:
             self.masters[index] = self.spilled.masters[index]
 
     def _on_devices(self, value: Any) -> jax.Array:
-        return value if isinstance(value, jax.Array) else value.to_devices()
+        if not isinstance(value, jax.Array):
+            return value.to_devices()
+        return jax.device_put(value, jax.memory.Space.Device) if _compat.is_on_host(value) else value
 
     def _struct(self, index: int) -> jax.ShapeDtypeStruct:
         leaf = self.plan.leaves[index]

@@ -121,6 +121,10 @@ ELSEWHERE = {
     "zero_optimization.offload_optimizer.verify": "tests.config.test_spill.test_each_key_reaches_the_plan",
     "zero_optimization.offload_optimizer.pipeline_read": "tests.config.test_spill.test_each_key_reaches_the_plan",
     "zero_optimization.offload_optimizer.pipeline_write": "tests.config.test_spill.test_each_key_reaches_the_plan",
+    "zero_optimization.offload_param.nvme_path": "tests.config.test_spill.test_keys_of_params_reach_the_plan",
+    "zero_optimization.offload_param.max_in_cpu": "tests.step.test_spilled_params.test_what_is_kept_in_host_memory",
+    "zero_optimization.offload_param.buffer_count": "tests.config.test_spill.test_keys_of_params_reach_the_plan",
+    "zero_optimization.offload_param.buffer_size": "tests.config.test_spill.test_keys_of_params_reach_the_plan",
     "aio": "tests.config.test_spill.test_each_key_reaches_the_plan",
     "train_batch_size": "tests.config.test_batch.test_inference",
     "train_micro_batch_size_per_gpu": "tests.config.test_batch.test_inference",
@@ -142,9 +146,6 @@ ELSEWHERE = {
 
 #: Keys that are refused by name until the engine supports them.
 BY_NAME = {
-    "zero_optimization.offload_param.nvme_path": "offload_param:nvme",
-    "zero_optimization.offload_param.max_in_cpu": "offload_param:nvme",
-    "zero_optimization.offload_param.buffer_count": "offload_param:nvme",
     "zero_optimization.zero_quantized_nontrainable_weights": "zero++:nontrainable",
     "zero_optimization.zeropp_loco_param": "zero++:loco",
     "zero_optimization.mics_hierarchical_params_gather": "mics:hierarchical",
@@ -255,7 +256,6 @@ def test_a_key_changes_the_rate_or_where_it_leads(kind: str) -> None:
 @pytest.mark.parametrize("need", sorted(set(BY_NAME.values())))
 def test_what_is_not_supported_is_refused_by_name(need: str) -> None:
     asked: dict[str, dict[str, Any]] = {
-        "offload_param:nvme": {"offload_param": {"device": "nvme", "nvme_path": "/x"}},
         "zero++:nontrainable": {"zero_quantized_nontrainable_weights": True},
         "zero++:loco": {"zero_quantized_gradients": True, "zeropp_loco_param": {}},
         "mics:hierarchical": {"mics_shard_size": 4, "mics_hierarchical_params_gather": True},

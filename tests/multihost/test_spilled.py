@@ -12,7 +12,7 @@ from tests.multihost.spill_worker import train
 from tests.multihost.test_two_processes import run_processes
 from zeroj.spill.folder import NAME
 
-pytestmark = [pytest.mark.usefixtures("compile_fast"), pytest.mark.slow]
+pytestmark = [pytest.mark.usefixtures("compile_fast"), pytest.mark.full]
 WORKER = "tests.multihost.spill_worker"
 
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from zeroj.optimizer.update import Arrays
 from zeroj.plan.rules import NVME
-from zeroj.spill.tier import Reading, SpilledArray, arena_bytes, is_spilled, start_writes
+from zeroj.spill.reading import Reading, arena_bytes
+from zeroj.spill.tier import SpilledArray, is_spilled, start_writes
 
 if TYPE_CHECKING:
     from zeroj.optimizer.spill import Part, SpilledUpdate

@@ -7,7 +7,7 @@ newest write alone, so the handles of an older state raise when they are read.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -19,12 +19,11 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from zeroj.config.spill import SpillSettings
 from zeroj.errors import SpillError
 from zeroj.plan.cuts import Cut
-from zeroj.spill.buffers import Arenas, aligned, as_bytes, round_up
-from zeroj.spill.direct_store import DirectStore
+from zeroj.spill.buffers import aligned, as_bytes
+from zeroj.spill.engines import engine_of
 from zeroj.spill.folder import RunFolder
 from zeroj.spill.held_store import HeldStore
-from zeroj.spill.orbax_store import OrbaxStore
-from zeroj.spill.store import REMEDY, Pending, Store
+from zeroj.spill.store import REMEDY, Pending
 
 Bounds = tuple[tuple[int, int], ...]
 
@@ -42,7 +41,7 @@ class Tier:
     def __init__(self, settings: SpillSettings) -> None:
         self.settings = settings
         self.folder = RunFolder(settings.path)
-        self.store = HeldStore(_engine(settings, self.folder.path))
+        self.store = HeldStore(engine_of(settings, self.folder.path))
         self.lost = ""
         self._serials: dict[str, int] = {}
 
@@ -289,54 +288,6 @@ class _Unread:
         return found if dtype is None else found.astype(dtype)
 
 
-class Reading:
-    """Arrays on their way from files to one buffer in host memory, and from there to the devices."""
-
-    def __init__(self, arrays: Sequence[SpilledArray], arenas: Arenas) -> None:
-        self.arrays, self._arenas = list(arrays), arenas
-        self._views: list[list[np.ndarray]] = []
-        self.pending: list[Pending] = []
-        self._arena: np.ndarray | None = arenas.take(arena_bytes(self.arrays))
-        start = 0
-        for array in self.arrays:
-            array.tier.fresh(array)
-            self._views.append([])
-            for shard in array.shards:
-                view = self._arena[start : start + shard.nbytes]
-                start += round_up(shard.nbytes)
-                self._views[-1].append(view.view(array.dtype).reshape(shard.shape))
-                self.pending.append(array.tier.store.read(shard.name, view))
-
-    def to_devices(self) -> list[jax.Array]:
-        """Waits, copies to the devices, and gives the buffer back.
-
-        Raises:
-            SpillError: something could not be read, or is not what was written.
-        """
-        self.wait()
-        made = [on_devices(a, views) for a, views in zip(self.arrays, self._views, strict=True)]
-        jax.block_until_ready(made)
-        self.release()
-        return made
-
-    def wait(self) -> None:
-        """Waits for the files."""
-        for each in self.pending:
-            each.result()
-
-    def release(self) -> None:
-        """Gives the buffer back; nothing may use it any more."""
-        self._views.clear()
-        if self._arena is not None:
-            self._arenas.give_back(self._arena)
-            self._arena = None
-
-
-def arena_bytes(arrays: Iterable[SpilledArray]) -> int:
-    """Bytes of the buffer that these arrays are read into: each shard begins on a page."""
-    return sum(round_up(shard.nbytes) for array in arrays for shard in array.shards)
-
-
 def on_devices(array: SpilledArray, shards: Sequence[np.ndarray]) -> jax.Array:
     """A global array from this process's shards on the host; they are copied, so that they may be reused."""
     parts: dict[Bounds, tuple[tuple[jax.Device, ...], list[np.ndarray]]] = {}
@@ -388,15 +339,3 @@ def _resized(shape: tuple[int, ...], cut: Cut) -> tuple[int, ...]:
 def is_spilled(value: Any) -> bool:
     """Whether a leaf of a state is in files."""
     return isinstance(value, SpilledArray)
-
-
-def _engine(settings: SpillSettings, folder: str) -> Store:
-    if not settings.direct:
-        return OrbaxStore(folder, verify=settings.verify)
-    return DirectStore(
-        folder,
-        block_size=settings.block_size,
-        queue_depth=settings.queue_depth,
-        threads=settings.threads,
-        verify=settings.verify,
-    )

@@ -169,6 +169,7 @@ def compile_zeroj(
     gpus: int = 8,
     profile: str = "default",
     gpu: str = "h100",
+    offload_activations: bool = False,
     **zero: Any,
 ) -> Compiled:
     """zeroj's own train step for ``nodes`` x ``gpus`` GPUs; bf16, adamw, clipped.
@@ -180,6 +181,7 @@ def compile_zeroj(
         gpus: GPUs per node.
         profile: the compiler's flags.
         gpu: which GPU.
+        offload_activations: whether the layers' inputs wait in host memory.
         **zero: further fields of :class:`zeroj.Zero`.
     """
     target = zj.aot.Target(gpu, nodes=nodes, gpus_per_node=gpus)
@@ -188,7 +190,9 @@ def compile_zeroj(
     plan = zj.make_plan(
         shape.params, tx, mesh, zj.Zero(stage=stage, **zero), precision="bf16", scanned=scanned
     )
-    step = zj.make_train_step(make_loss(shape), tx, plan, clip_norm=CLIP_NORM)
+    step = zj.make_train_step(
+        make_loss(shape), tx, plan, clip_norm=CLIP_NORM, offload_activations=offload_activations
+    )
     batch = shape.batch(mesh, plan.zero_axes)
     found = target.compile(step, zj.abstract_state(tx, plan), batch, profile=profile)
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(batch)) // plan.degree

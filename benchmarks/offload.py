@@ -12,6 +12,8 @@ import clusters
 from figure import Figure
 
 import zeroj as zj
+from zeroj.optimizer.pieces import piece_bytes
+from zeroj.optimizer.stream import DEFAULT_BUFFERS
 
 CPU = {"device": "cpu"}
 OPTIMIZER: dict[str, Any] = {"offload_optimizer": CPU}
@@ -47,15 +49,15 @@ LARGEST = (
 
 
 def figures() -> list[Figure]:
-    """The step of 1.3B on 8 GPUs in three ways, then the largest models."""
-    shape = clusters.SIZES["1.3b"]
-    plain = clusters.compile_zeroj(shape, 3, nodes=1)
-    state = clusters.compile_zeroj(shape, 3, nodes=1, **OPTIMIZER)
-    both = clusters.compile_zeroj(shape, 3, nodes=1, **BOTH)
-    found = [
-        *_step("optimizer offloaded", state, plain),
-        *_step("optimizer and params offloaded", both, plain),
-    ]
+    """The step of 1.3B and 13B on 8 GPUs in three ways, offloaded activations, then the largest models."""
+    found: list[Figure] = []
+    for name in ("1.3b", "13b"):
+        shape = clusters.SIZES[name]
+        plain = clusters.compile_zeroj(shape, 3, nodes=1)
+        for what, sections in (("optimizer offloaded", OPTIMIZER), ("optimizer and params offloaded", BOTH)):
+            case = clusters.compile_zeroj(shape, 3, nodes=1, **sections)
+            found += _step(f"{name.upper()}, 8 GPUs, {what}", case, plain)
+    found += _activations()
     for large in LARGEST:
         case = clusters.compile_zeroj(
             large.shape, 3, nodes=1, gpus=large.gpus, sub_group_size=large.piece, **BOTH
@@ -65,36 +67,78 @@ def figures() -> list[Figure]:
 
 
 def _step(name: str, case: clusters.Compiled, plain: clusters.Compiled) -> list[Figure]:
-    report, without = case.report, plain.report
-    held = sum(case.plan.memory().host.get(part, 0) for part in ("master", "opt_state")) / 8
-    params = case.plan.memory().host.get("params", 0) / 8
-    waits = case.plan.memory().host.get("grads", 0) / 8
+    report, memory, without = case.report, case.plan.memory(), plain.report
+    held = sum(memory.host.get(part, 0) for part in ("master", "opt_state")) / 8
+    params, waits = memory.host.get("params", 0) / 8, memory.host.get("grads", 0) / 8
     read = held + 2 * (params + waits)  # params by both passes, gradients by the norm and the update
-    state = report.device.arguments / GIB
-    before = without.device.arguments / GIB
+    written = held + params + waits
+    line = report.timeline
+    on_device = "params" not in memory.host
+    allowed = 1.02 * without.device.temporary + DEFAULT_BUFFERS * piece_bytes(case.plan)
+    late = sum(not copy.asynchronous for copy in report.copies)
+    shards = 2 * case.shape.count / 8 / GIB
     return [
-        Figure(f"1.3B, 8 GPUs, {name}: state on the device", state, "GiB", before, note="beside no offload"),
         Figure(
-            f"1.3B, 8 GPUs, {name}: temporaries",
+            f"{name}: state on the device",
+            report.device.arguments / GIB,
+            "GiB",
+            shards if on_device else None,
+            1.01 if on_device else 0.01,
+            of="ratio" if on_device else "value",
+            note="beside the params' shards in bf16; small leaves keep their state here" if on_device else "",
+        ),
+        Figure(
+            f"{name}: temporaries",
             report.device.temporary / GIB,
             "GiB",
-            without.device.temporary / GIB,
-            note="beside no offload",
+            allowed / GIB,
+            1.0,
+            note="beside 1.02 x no offload and 3 pieces of the update",
         ),
-        Figure(f"1.3B, 8 GPUs, {name}: to the device", _moved(case, "h2d") / GIB, "GiB", read / GIB, 1.001),
+        Figure(f"{name}: to the device", _moved(case, "h2d") / GIB, "GiB", read / GIB, 1.001),
+        Figure(f"{name}: to the host", _moved(case, "d2h") / GIB, "GiB", written / GIB, 1.001),
+        Figure(f"{name}: copies that are not asynchronous", late, "", None, 0, of="value"),
         Figure(
-            f"1.3B, 8 GPUs, {name}: to the host",
-            _moved(case, "d2h") / GIB,
-            "GiB",
-            (held + params + waits) / GIB,
-            1.001,
+            f"{name}: copies hidden",
+            1 - line.copy_exposed_seconds / line.copy_seconds,
+            "",
+            note="predicted, 2048 tokens a GPU; what bounds it: docs/choices.md",
         ),
         Figure(
-            f"1.3B, 8 GPUs, {name}: step",
+            f"{name}: step",
             report.step_seconds * 1e3,
             "ms",
             without.step_seconds * 1e3,
             note="predicted; beside no offload",
+        ),
+    ]
+
+
+def _activations() -> list[Figure]:
+    """What cpu_checkpointing does to 1.3B with four sequences a GPU."""
+    shape = dataclasses.replace(clusters.SIZES["1.3b"], micro=4)
+    plain, away = (
+        clusters.compile_zeroj(shape, 3, nodes=1, offload_activations=flag).report for flag in (False, True)
+    )
+    inputs = shape.layers * shape.micro * shape.sequence * shape.width * 2
+    name = "1.3B, 8 GPUs, activations offloaded"
+    return [
+        Figure(
+            f"{name}: temporaries saved",
+            (plain.device.temporary - away.device.temporary) / GIB,
+            "GiB",
+            inputs / GIB,
+            0.99,
+            "higher",
+            note="beside the layers' inputs",
+        ),
+        Figure(f"{name}: on the host", away.host.temporary / GIB, "GiB", inputs / GIB, 1.0),
+        Figure(
+            f"{name}: step",
+            away.step_seconds * 1e3,
+            "ms",
+            plain.step_seconds * 1e3,
+            note="predicted; beside none",
         ),
     ]
 

@@ -226,9 +226,10 @@ def train(
     seen = []
     for batch in m.batches:
         state, metrics = step(state, batch)
-        seen.append((metrics["loss"], metrics["grad_norm"]))
+        # read at once: simulated devices give up on each other when many steps are queued on a busy machine
+        seen.append(jax.device_get((metrics["loss"], metrics["grad_norm"])))
         watch(state)
-    losses, norms = (np.asarray(x) for x in zip(*jax.device_get(seen), strict=True))
+    losses, norms = (np.asarray(x) for x in zip(*seen, strict=True))
     return Run(losses, norms, zj.full_params(state, plan))
 
 

@@ -16,6 +16,12 @@ import pytest
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "benchmarks"))
 
 import clusters
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import zeroj as zj
 
 pytestmark = pytest.mark.slow
 
@@ -86,3 +92,73 @@ def test_the_update_needs_no_more_than_the_pieces_in_flight() -> None:
     """Temporaries are at most 2 % above the step without offload, plus three pieces of master and moments."""
     with_offload, without = compiled("offload_optimizer").report.device, compiled().report.device
     assert with_offload.temporary <= 1.02 * without.temporary + 3 * 12 * GROUP
+
+
+#: XLA's mark on what it computes in host memory, and the warning that goes with it.
+HOST_COMPUTE, WARNING = '_xla_compute_type="host"', "device compute in host memory space"
+TARGET = zj.aot.Target("h100", nodes=1, gpus_per_node=8)
+
+
+def test_a_naive_program_on_host_arrays_is_seen_to_compute_there(capfd: pytest.CaptureFixture[str]) -> None:
+    place = NamedSharding(TARGET.mesh(), PartitionSpec("local"), memory_kind="pinned_host")
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=place)
+    report = TARGET.compile(jax.jit(lambda a, b: a * b + a, out_shardings=place), x, x)
+    assert HOST_COMPUTE in report.hlo
+    assert WARNING in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("stage", "offloaded"),
+    [
+        pytest.param(1, ["offload_optimizer"], marks=pytest.mark.full),
+        pytest.param(2, ["offload_optimizer"], marks=pytest.mark.full),
+        (3, ["offload_optimizer", "offload_param"]),
+    ],
+)
+def test_nothing_is_computed_in_host_memory(
+    stage: int, offloaded: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With counters, masks, an average of the params, clipping, a loss scale, an embedding's scatter, activations."""
+    shape = clusters.Shape(layers=2, width=128, vocab=512, sequence=32, micro=2)
+
+    def mask(params: Any) -> Any:
+        return jax.tree.map(lambda p: p.ndim > 1, params)
+
+    tx = optax.chain(optax.ema(0.9), optax.clip_by_global_norm(1.0), optax.adamw(1e-3, mask=mask))
+    mesh, zero = TARGET.mesh(), zj.Zero(stage=stage, sub_group_size=8192, **dict.fromkeys(offloaded, CPU))
+    plan = zj.make_plan(shape.params, tx, mesh, zero, precision="fp16", scanned=["blocks"])
+    step = zj.make_train_step(
+        clusters.make_loss(shape),
+        tx,
+        plan,
+        clip_norm=1.0,
+        accumulation_steps=2,
+        offload_activations=stage == 3,
+    )
+    report = TARGET.compile(step, zj.abstract_state(tx, plan), shape.batch(mesh, plan.zero_axes))
+    assert {copy.direction for copy in report.copies} == {"h2d", "d2h"}
+    assert HOST_COMPUTE not in report.hlo
+    assert WARNING not in capfd.readouterr().err
+
+
+@functools.cache
+def with_activations(away: bool) -> zj.aot.Report:
+    shape = clusters.Shape(layers=4, width=128, vocab=0, sequence=128, micro=8)
+    tx = optax.sgd(0.1)
+    mesh = TARGET.mesh()
+    plan = zj.make_plan(shape.params, tx, mesh, zj.Zero(stage=3), precision="bf16", scanned=["blocks"])
+    step = zj.make_train_step(clusters.make_loss(shape), tx, plan, offload_activations=away)
+    return TARGET.compile(step, zj.abstract_state(tx, plan), shape.batch(mesh, plan.zero_axes))
+
+
+def test_inputs_of_layers_wait_in_host_memory() -> None:
+    """They are what the program has there; each goes once and comes back once, and the device has the room."""
+    inputs = 4 * 8 * 128 * 128 * 2
+    plain, away = with_activations(False), with_activations(True)
+    moved: dict[str, int] = defaultdict(int)
+    for copy in away.copies:
+        moved[copy.direction] += copy.nbytes * copy.times
+        assert copy.asynchronous
+    assert moved == {"d2h": inputs, "h2d": inputs}
+    assert (plain.host.temporary, away.host.temporary) == (0, inputs)
+    assert away.device.temporary <= plain.device.temporary - 0.9 * inputs

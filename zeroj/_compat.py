@@ -11,10 +11,11 @@ import importlib.util
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jaxlib.version
 import numpy as np
 from jax._src import distributed, source_info_util
 from jax._src.interpreters import partial_eval as pe
@@ -58,6 +59,16 @@ def bind(eqn: Eqn, args: Sequence[Any]) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
+def evaluate(program: Program, *args: Any) -> list[Any]:
+    """Runs a program on arrays."""
+    return jax.core.eval_jaxpr(program.jaxpr, program.consts, *args)
+
+
+def jaxlib_version() -> tuple[int, ...]:
+    """The version of jaxlib, which brings XLA."""
+    return tuple(jaxlib.version.__version_info__)
+
+
 @contextlib.contextmanager
 def source_of(eqn: Eqn) -> Iterator[None]:
     """Operations made inside carry the source line and name scope of ``eqn``."""
@@ -69,6 +80,67 @@ def source_of(eqn: Eqn) -> Iterator[None]:
 def source_line(eqn: Eqn) -> str:
     """The user's ``file:line (function)`` from which ``eqn`` was traced."""
     return source_info_util.summarize(eqn.source_info)
+
+
+def fingerprint(jaxpr: Jaxpr) -> Hashable:
+    """Equal for two programs that differ in nothing but the names of their variables and the user's lines."""
+    return _Fingerprint().of(jaxpr)
+
+
+def fingerprint_of(eqn: Eqn) -> Hashable:
+    """The same for one equation, whatever its operands are."""
+    return _Fingerprint().equation(eqn)
+
+
+#: Functions by which a call is differentiated: of no account in a program that is differentiated already.
+RULES_OF_CALLS = frozenset({"jvp_jaxpr_fun", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "fwd", "bwd", "jvp"})
+
+
+class _Fingerprint:
+    """Numbers the variables of a program in the order in which they appear."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+
+    def of(self, jaxpr: Jaxpr) -> Hashable:
+        for var in (*jaxpr.constvars, *jaxpr.invars):
+            self._numbers[var] = len(self._numbers)
+        inputs = tuple(v.aval for v in (*jaxpr.constvars, *jaxpr.invars))
+        equations = tuple(
+            (self.equation(e), self._atoms(e.invars), self._made(e.outvars)) for e in jaxpr.eqns
+        )
+        return inputs, equations, self._atoms(jaxpr.outvars)
+
+    def equation(self, eqn: Eqn) -> Hashable:
+        rules = RULES_OF_CALLS if eqn.primitive.name in CALLS else ()
+        params = tuple((key, self._param(value)) for key, value in eqn.params.items() if key not in rules)
+        avals = tuple(v.aval for v in (*eqn.invars, *eqn.outvars))
+        metadata = tuple(sorted((eqn.ctx.xla_metadata or {}).items()))
+        context = eqn.ctx.compute_type, eqn.ctx.threefry_partitionable, metadata
+        return eqn.primitive, params, avals, str(eqn.source_info.name_stack), context
+
+    def _made(self, outvars: Sequence[Any]) -> int:
+        for var in outvars:
+            self._numbers[var] = len(self._numbers)
+        return len(outvars)
+
+    def _atoms(self, atoms: Sequence[Any]) -> Hashable:
+        return tuple(
+            (np.asarray(a.val).tobytes(), str(a.aval)) if isinstance(a, Literal) else self._numbers[a]
+            for a in atoms
+        )
+
+    def _param(self, value: Any) -> Hashable:
+        if hasattr(value, "eqns") or hasattr(getattr(value, "jaxpr", None), "eqns"):
+            inner, consts = program(value)
+            return _Fingerprint().of(inner), tuple(id(const) for const in consts)
+        if isinstance(value, (tuple, list)):
+            return tuple(self._param(v) for v in value)
+        try:
+            hash(value)
+        except TypeError:
+            return id(value)  # the program holds it, so the id stays taken
+        return type(value), value
 
 
 class ScanLayout(NamedTuple):
@@ -241,7 +313,12 @@ def executable_text(executable: Any) -> str:
 
 def is_on_host(value: Any) -> bool:
     """Whether a traced array lives in host memory."""
-    return getattr(jax.typeof(value), "memory_space", None) == jax.memory.Space.Host
+    return is_host_type(jax.typeof(value))
+
+
+def is_host_type(aval: Any) -> bool:
+    """Whether values of a traced type live in host memory."""
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
 def before_shutdown(callback: Callable[[], None]) -> None:
@@ -280,17 +357,32 @@ def give_back_memory() -> None:
         trim(0)
 
 
+def compiled_count(jitted: Any) -> int:
+    """How many programs a jitted function has compiled, one for each kind of arguments; 0 where it cannot tell."""
+    count = getattr(jitted, "_cache_size", None)
+    return 0 if count is None else int(count())
+
+
 def is_tracer(value: Any) -> bool:
     """Whether ``value`` stands for an array in a program that is being traced, and so holds no data."""
     return isinstance(value, jax.core.Tracer)
 
 
 class ProcessesMissing(Exception):
-    """Not every process came to a barrier in time; ``missing`` are the indices of those that did not."""
+    """Not every process came to a barrier in time.
 
-    def __init__(self, missing: Sequence[int]) -> None:
+    Attributes:
+        missing: the indices of those that did not.
+        last: for each process that ever came to one, the name of the last.
+    """
+
+    def __init__(self, missing: Sequence[int], last: dict[int, str]) -> None:
         super().__init__(f"processes {list(missing)} never arrived")
-        self.missing = tuple(missing)
+        self.missing, self.last = tuple(missing), last
+
+
+#: Where each process keeps the name of the barrier that it came to last.
+_LAST = "zeroj:last"
 
 
 def wait_for_processes(name: str, seconds: int) -> None:
@@ -307,11 +399,15 @@ def wait_for_processes(name: str, seconds: int) -> None:
     if client is None or jax.process_count() == 1:
         return
     client.key_value_set(f"{name}/{jax.process_index()}", "here")
+    client.key_value_set(f"{_LAST}/{jax.process_index()}", name, allow_overwrite=True)
     try:
         client.wait_at_barrier(name, seconds * 1000)
     except jax.errors.JaxRuntimeError as error:
-        came = {int(key.rsplit("/", 1)[-1]) for key, _ in client.key_value_dir_get(f"{name}/")}
-        raise ProcessesMissing(sorted(set(range(jax.process_count())) - came)) from error
+        came, last = (
+            {int(key.rsplit("/", 1)[-1]): value for key, value in client.key_value_dir_get(f"{folder}/")}
+            for folder in (name, _LAST)
+        )
+        raise ProcessesMissing(sorted(set(range(jax.process_count())) - came.keys()), last) from error
 
 
 def cleaned_up(manager: Any) -> None:

@@ -182,7 +182,8 @@ class Engine(Saves):
         ``zj.get_full(grads, engine.plan, path, "grad")`` is one of them, whole. They are neither scaled nor clipped.
         """
         if self._gradients is None:
-            self._gradients = jax.jit(value_and_grad(self.loss_fn, self.plan))
+            away = self.config.offload_activations
+            self._gradients = jax.jit(value_and_grad(self.loss_fn, self.plan, offload_activations=away))
         rng = jax.random.fold_in(self.state.rng, self.state.scale.iteration)
         carried = self.state.model_state
         value, grads = self._gradients(self.state.params, self._prepare(batch, None), rng, carried)
@@ -213,6 +214,7 @@ class Engine(Saves):
                 loss_scale=self.config.loss_scale,
                 skip_nonfinite=self.config.check_grad_overflow,
                 reduce_op=self.config.gradient_allreduce_op,
+                offload_activations=self.config.offload_activations,
             )
         return self._steps[accumulation]
 

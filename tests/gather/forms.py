@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas
 
 Form = tuple[Any, Callable[..., Any], Any]
 FORMS: dict[str, Callable[[], Form]] = {}
@@ -256,3 +257,88 @@ def custom_jvp_of_params() -> Form:
         return x * t, dx * t + x * (1 - t * t) * dw
 
     return {"w": normal(1, D)}, lambda p, x: square(gate(x, p["w"])), data()
+
+
+def _offloading(kind: str) -> Any:
+    """A policy of the user's own that keeps a layer's input, or its products, in host memory."""
+    policies = jax.checkpoint_policies
+    if kind == "names":
+        return policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=["x"],
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    return policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+
+
+def _named_block(x: jax.Array, p: Any) -> jax.Array:
+    return block(checkpoint_name(x, "x"), p)
+
+
+@form
+def remat_offloads_named_scan() -> Form:
+    f = jax.checkpoint(_named_block, policy=_offloading("names"))
+    return stack(L), lambda p, x: square(jax.lax.scan(lambda x, q: (f(x, q), None), x, p)[0]), data()
+
+
+@form
+def remat_offloads_named_layers() -> Form:
+    f = jax.checkpoint(_named_block, policy=_offloading("names"))
+    return [stack() for _ in range(L)], lambda p, x: square(layers(p, x, f)), data()
+
+
+@form
+def remat_offloads_products_scan() -> Form:
+    f = jax.checkpoint(_named_block, policy=_offloading("dots"))
+    return stack(L), lambda p, x: square(jax.lax.scan(lambda x, q: (f(x, q), None), x, p)[0]), data()
+
+
+@form
+def remat_offloads_products_layers() -> Form:
+    f = jax.checkpoint(_named_block, policy=_offloading("dots"))
+    return [stack() for _ in range(L)], lambda p, x: square(layers(p, x, f)), data()
+
+
+def _product_kernel(x_ref: Any, w_ref: Any, out_ref: Any) -> None:
+    out_ref[...] = x_ref[...] @ w_ref[...]
+
+
+def _kernel_product(x: jax.Array, w: jax.Array) -> jax.Array:
+    shape = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype)
+    return pallas.pallas_call(_product_kernel, out_shape=shape, interpret=True)(x, w)
+
+
+@jax.custom_vjp
+def _product(x: jax.Array, w: jax.Array) -> jax.Array:
+    return _kernel_product(x, w)
+
+
+_product.defvjp(
+    lambda x, w: (_kernel_product(x, w), (x, w)),
+    lambda kept, ct: (_kernel_product(ct, kept[1].T), _kernel_product(kept[0].T, ct)),
+)
+
+
+def _pallas_block(x: jax.Array, p: Any) -> jax.Array:
+    return x + _product(jnp.tanh(_product(x, p["w"])), p["v"]) + p["b"]
+
+
+@form
+def pallas_kernels_in_a_rematerialised_loop() -> Form:
+    f = jax.checkpoint(_pallas_block)
+    return stack(L), lambda p, x: square(jax.lax.scan(lambda x, q: (f(x, q), None), x, p)[0]), data()
+
+
+@form
+def custom_batching() -> Form:
+    @jax.custom_batching.custom_vmap
+    def f(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ w)
+
+    @f.def_vmap
+    def _rule(size: int, batched: list[bool], x: jax.Array, w: jax.Array) -> tuple[jax.Array, bool]:
+        assert batched == [True, False]
+        return jnp.tanh(jnp.einsum("bi,ij->bj", x, w)), True
+
+    return stack(), lambda p, x: square(jax.vmap(f, (0, None))(x, p["w"]) @ p["v"] + p["b"]), data()

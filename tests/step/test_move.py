@@ -57,6 +57,27 @@ def test_parts_can_be_chosen_by_name() -> None:
         zj.offload_states(state, include=("hp_params",))
 
 
+@pytest.mark.parametrize("part", ["params", "opt_state"])
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_a_state_in_another_memory_is_refused_before_it_is_donated(offloaded: bool, part: str) -> None:
+    m, tx, plan, state = made(**({"offload_optimizer": CPU, "offload_param": CPU} if offloaded else {}))
+
+    def moved(x: jax.Array) -> jax.Array:
+        other = "device" if x.sharding.memory_kind == "pinned_host" else "pinned_host"
+        return jax.device_put(x, x.sharding.with_memory_kind(other)) if x.ndim else x
+
+    wrong = state._replace(**{part: jax.tree.map(moved, getattr(state, part))})
+    places = "on the device, planned in host memory" if offloaded else "in host memory, planned on the device"
+    step = zj.make_train_step(m.loss, tx, plan)
+    with pytest.raises(zj.PlanError, match=rf"w1: {places}[\s\S]*zj\.reload_states"):
+        step(wrong, m.batches[0])
+    if part == "params":
+        with pytest.raises(zj.PlanError, match=f"w1: {places}"):
+            zj.make_eval_step(m.loss, plan)(wrong, m.batches[0])
+    _, metrics = step(zj.reload_states(wrong, plan), m.batches[0])  # nothing was lost
+    assert np.isfinite(float(metrics["loss"]))
+
+
 @pytest.mark.parametrize(
     "offload", [{"offload_optimizer": CPU}, {"offload_optimizer": CPU, "offload_param": CPU}]
 )

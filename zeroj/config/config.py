@@ -90,6 +90,11 @@ class Config:
         return self.loaded.file.gradient_allreduce_op
 
     @property
+    def offload_activations(self) -> bool:
+        """Whether what ``jax.checkpoint`` regions keep for the backward pass waits in host memory."""
+        return self.loaded.file.activation_checkpointing.cpu_checkpointing
+
+    @property
     def batch(self) -> Batch:
         """The batch sizes, to be resolved once the mesh is known."""
         file = self.loaded.file

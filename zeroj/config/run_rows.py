@@ -97,17 +97,15 @@ class CommsLogger(Section):
 
 
 class ActivationCheckpointing(Section):
-    """DeepSpeed's rematerialisation, which in JAX belongs to the model."""
+    """Rematerialisation belongs to the model, by jax.checkpoint; where what it keeps waits is said here."""
 
     partition_activations: Bool = refused(
         False,
         "it splits activations over tensor-parallel ranks",
         "shard them with jax.lax.with_sharding_constraint",
     )
-    cpu_checkpointing: Bool = refused(
-        False,
-        "which activations may go to the host is for the model to say",
-        "use jax.checkpoint with policy=jax.checkpoint_policies.save_and_offload_only_these_names",
+    cpu_checkpointing: Bool = honoured(
+        False, "What jax.checkpoint regions keep for the backward pass, their inputs, waits in host memory."
     )
     contiguous_memory_optimization: Bool = not_needed(
         False, "XLA's buffer assignment leaves nothing to defragment"

@@ -66,8 +66,8 @@ class DsConfig(Section):
     wandb: Wandb = honoured(Wandb(), "Scalars for Weights & Biases.")
     flops_profiler: FlopsProfiler = honoured(FlopsProfiler(), "FLOPs of the compiled step.")
     comms_logger: CommsLogger = honoured(CommsLogger(), "Collectives of the compiled step.")
-    activation_checkpointing: ActivationCheckpointing = not_needed(
-        ActivationCheckpointing(), "rematerialisation belongs to the model: jax.checkpoint"
+    activation_checkpointing: ActivationCheckpointing = honoured(
+        ActivationCheckpointing(), "Where what jax.checkpoint keeps waits for the backward pass."
     )
     compile: Compile = not_needed(Compile(), "XLA compiles the whole step")
 

@@ -18,6 +18,8 @@ from zeroj.gather.inputs import check_batch, check_params, interpreter, lazy_lea
 from zeroj.gather.kept import Kept
 from zeroj.gather.loss import LossOut
 from zeroj.gather.means import accumulate, over_devices
+from zeroj.gather.residual_check import check_offload
+from zeroj.gather.residuals import offload_residuals
 from zeroj.gather.views import View, make_view
 from zeroj.plan.mesh import traced_on
 from zeroj.plan.plan import Plan
@@ -43,7 +45,12 @@ class Gradients(NamedTuple):
 
 
 def value_and_grad(
-    loss_fn: Callable[..., Any], plan: Plan, has_aux: bool = False, loss_over: str = "device"
+    loss_fn: Callable[..., Any],
+    plan: Plan,
+    has_aux: bool = False,
+    loss_over: str = "device",
+    *,
+    offload_activations: bool = False,
 ) -> Callable[..., Any]:
     """Stands in place of ``jax.value_and_grad`` for params that live as a plan says. Call it under ``jit``.
 
@@ -55,6 +62,8 @@ def value_and_grad(
         loss_over: "device": the loss sees this device's slice of the batch. "global": the whole batch, as
             under plain pjit, so that in-batch negatives and batch statistics are those of the whole batch;
             then ``rng`` is the same on every device, and aux is returned as it is.
+        offload_activations: whether what ``jax.checkpoint`` regions keep for the backward pass (their inputs, or
+            what their policy saves) waits in host memory.
 
     Returns:
         A function of (params, batch, rng=None, model_state=()) that returns (loss, grads): the mean over the
@@ -63,12 +72,15 @@ def value_and_grad(
         (loss, model_state), or (loss, model_state, aux).
 
     Raises:
-        PlanError: at the first call, when params, batch or loss do not fit the plan.
+        PlanError: at the first call, when params, batch or loss do not fit the plan; now, when activations
+            are to be offloaded on a backend that is known, or seen, to do it wrongly.
 
     Example:
         >>> loss, grads = jax.jit(zj.value_and_grad(loss_fn, plan))(params, batch)
     """
     view = make_view(plan, loss_over)
+    if offload_activations:
+        check_offload(plan.mesh)
     needs_rng = losses.takes_rng(loss_fn)
 
     stateful = losses.takes_state(loss_fn)
@@ -77,7 +89,15 @@ def value_and_grad(
         if needs_rng and rng is None:
             raise PlanError("loss_fn takes an rng: pass one, as in value_and_grad(...)(params, batch, rng).")
         out = gradients(
-            loss_fn, plan, params, batch, rng, model_state=model_state, view=view, has_aux=has_aux
+            loss_fn,
+            plan,
+            params,
+            batch,
+            rng,
+            model_state=model_state,
+            view=view,
+            has_aux=has_aux,
+            offload_activations=offload_activations,
         )
         live = iter(out.grads)
         grads = plan.treedef.unflatten([next(live) if leaf.trainable else None for leaf in plan.leaves])
@@ -100,6 +120,7 @@ def gradients(
     accumulation: int = 1,
     has_aux: bool = False,
     host: bool = False,
+    offload_activations: bool = False,
 ) -> Gradients:
     """The gradient of the mean over the global batch, times ``scale``, in the layout of ``plan.grads``.
 
@@ -116,13 +137,15 @@ def gradients(
         has_aux: whether the loss must return (loss, aux).
         host: whether gradients of leaves whose param and state are in host memory go there as they are made, in
             the dtype in which they arise. Sums over micro-batches stay on the device.
+        offload_activations: whether what ``jax.checkpoint`` regions keep waits in host memory.
     """
     leaves = check_params(plan, params)
     check_batch(plan, batch, accumulation)
     rng = jax.random.key(0) if rng is None else rng
 
     def program(*args: Any) -> tuple[Any, list[jax.Array]]:
-        return _program(loss_fn, plan, view, args, accumulation, has_aux, host and accumulation == 1)
+        host_grads = host and accumulation == 1
+        return _program(loss_fn, plan, view, args, accumulation, has_aux, host_grads, offload_activations)
 
     placements = [plan.grad_placement(leaf) for leaf in plan.leaves if leaf.trainable]
     args = (leaves, batch, rng, jnp.asarray(scale, jnp.float32), model_state)
@@ -138,6 +161,7 @@ def _program(
     accumulation: int,
     has_aux: bool,
     host: bool,
+    offload: bool,
 ) -> tuple[Any, list[jax.Array]]:
     """Micro-batches one after the other, then what is left to reduce."""
     leaves, batch, rng, scale, before = args
@@ -145,18 +169,7 @@ def _program(
     live = [leaf for leaf in plan.leaves if leaf.trainable]
     batches = view.split(batch, accumulation)
     keys = view.keys(rng, accumulation)
-    traced, (out_shape, _) = losses.gradient_program(
-        loss_fn,
-        plan.treedef.unflatten([whole_struct(plan, leaf) for leaf in plan.leaves]),
-        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches),
-        jax.ShapeDtypeStruct((), keys.dtype),
-        jax.ShapeDtypeStruct((), jnp.float32),
-        losses.struct_of(state),
-        trains=[leaf.trainable for leaf in plan.leaves],
-        axes=view.axes,
-        degree=view.degree,
-        has_aux=has_aux,
-    )
+    traced, out_shape = _traced(loss_fn, plan, view, batches, keys, state, has_aux, offload)
     at_once = accumulation == 1 or plan.stage.accumulator or not view.axes
     # Groups that hold the same state add their gradients once, after the last micro-batch.
     later = plan.replica_axes if at_once and accumulation > 1 and view.axes else ()
@@ -186,6 +199,38 @@ def _program(
     loss, weight, aux = over_devices(head, view.axes, view.degree)
     after = carried.leave(before, head.model_state, view.axes, view.degree)
     return (loss, weight, aux, after, token), grads
+
+
+def _traced(
+    loss_fn: Callable[..., Any],
+    plan: Plan,
+    view: View,
+    batches: Any,
+    keys: jax.Array,
+    state: Any,
+    has_aux: bool,
+    offload: bool,
+) -> tuple[_compat.Program, Any]:
+    """The loss of one micro-batch and its gradient as one program, and the shapes of what the loss returns."""
+    traced, (out_shape, _) = losses.gradient_program(
+        loss_fn,
+        plan.treedef.unflatten([whole_struct(plan, leaf) for leaf in plan.leaves]),
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches),
+        jax.ShapeDtypeStruct((), keys.dtype),
+        jax.ShapeDtypeStruct((), jnp.float32),
+        losses.struct_of(state),
+        trains=[leaf.trainable for leaf in plan.leaves],
+        axes=view.axes,
+        degree=view.degree,
+        has_aux=has_aux,
+    )
+    if offload:
+        inputs = range(len(traced.jaxpr.invars))
+        seed = len(plan.leaves) + len(jax.tree.leaves(batches)) + 1  # behind params, batch and key
+        traced = offload_residuals(
+            traced, [i < len(plan.leaves) for i in inputs], [i == seed for i in inputs]
+        )
+    return traced, out_shape
 
 
 def _widened(grad: jax.Array, dtype: Any) -> jax.Array:

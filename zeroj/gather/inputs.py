@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from zeroj import _compat
 from zeroj.errors import PlanError
 from zeroj.gather.interpret import Interpreter
 from zeroj.gather.lazy import Shard
@@ -16,7 +18,7 @@ from zeroj.gather.tokens import Gather
 from zeroj.plan import tree
 from zeroj.plan.cuts import ticket_shape
 from zeroj.plan.plan import ParamLeaf, Plan
-from zeroj.plan.rules import NVME
+from zeroj.plan.rules import NVME, Placement
 
 #: Elements gathered together unless the config says otherwise (stage3_prefetch_bucket_size). About one layer of
 #: width 4096: with DeepSpeed's 5e7 a large matrix would have to hide behind a single small one.
@@ -53,7 +55,34 @@ def check_params(plan: Plan, params: Any) -> list[jax.Array]:
         )
     if treedef != plan.treedef:
         raise PlanError(f"The params have another tree type than the plan:\n  {treedef}\n  {plan.treedef}")
-    return [entry.value for entry in found.values()]
+    values = [entry.value for entry in found.values()]
+    check_memory((x.path, v, plan.param_placement(x)) for x, v in zip(plan.leaves, values, strict=True))
+    return values
+
+
+def check_memory(arrays: Iterable[tuple[str, Any, Placement]]) -> None:
+    """Refuses arrays that are in another memory than they are planned in.
+
+    A donated array would become a result in that other memory, which ends the process on a GPU.
+
+    Args:
+        arrays: of each its path, itself (traced) and its place in the plan.
+
+    Raises:
+        PlanError: names all of them.
+    """
+    names = {False: "on the device", True: "in host memory"}
+    wrong = [
+        f"{path}: {names[here]}, planned {names[planned]}"
+        for path, value, placement in arrays
+        if (here := _compat.is_on_host(value)) != (planned := placement.memory not in ("", NVME))
+    ]
+    if wrong:
+        raise PlanError(
+            "These arrays of the state are in another memory than they are planned in:\n  - "
+            + "\n  - ".join(wrong)
+            + "\nzj.reload_states(state, plan) puts them where they belong; zj.init_state makes them there."
+        )
 
 
 def check_batch(plan: Plan, batch: Any, accumulation: int = 1) -> int:

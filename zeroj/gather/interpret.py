@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from zeroj import _compat
 from zeroj.gather import kept, lazy
 from zeroj.gather.reductions import Reduction, ReductionPlan, Reductions, is_zero, place_reductions
+from zeroj.gather.regions import NotAlike, Operands, Regions
 from zeroj.gather.stacks import Restacked, only_sliced, restack, warn_whole
-from zeroj.gather.tokens import Gather, Gathers
+from zeroj.gather.tokens import Gather, Gathers, Tokens
 from zeroj.gather.uniform import Uniform
 
 
@@ -39,6 +40,7 @@ class Interpreter:
         self.reuse = reuse
         self.max_live = max_live
         self.gathers = Gathers(gather, bucket, reuse)
+        self.regions = Regions()
 
     def run(
         self,
@@ -136,9 +138,11 @@ class Interpreter:
         """Gathers what the equation needs, evaluates it, and lets go."""
         lazies = [value for value in operands if lazy.is_lazy(value)]
         with _compat.source_of(eqn):
-            self.gathers.issue([shard for value in lazies for shard in lazy.shards_of(value)])
+            shards = [shard for value in lazies for shard in lazy.shards_of(value)]
+            self.gathers.issue(shards)
             at_hand = [i for i, v in enumerate(operands) if isinstance(v, jax.Array)]
-            held = dict(zip(at_hand, self.gathers.before_use([operands[i] for i in at_hand]), strict=True))
+            values = self.gathers.before_use([operands[i] for i in at_hand], shards)
+            held = dict(zip(at_hand, values, strict=True))
             whole = [lazy.evaluate(held.get(i, v), self.gathers.whole) for i, v in enumerate(operands)]
         return _compat.bind(eqn, whole)
 
@@ -180,6 +184,7 @@ def _scan(
         slices = dict(zip(stacks, shard_slices, strict=True))
         args = [lazy.slice_of(x, slices) if s else p for x, s, p in zip(xs, staying, plain_xs, strict=True)]
         inner = Interpreter(self.gather, self.bucket, self.reuse, self.max_live)
+        inner.regions = self.regions
         inner.gathers.free_start = True
         inner.gathers.kept = kept.sliced(known, near_slices, slices)
         before = dict(inner.gathers.kept)
@@ -215,20 +220,49 @@ def _scan(
 def _remat(
     self: Interpreter, eqn: _compat.Eqn, operands: list[Any], wanted: Reductions, uniform: Uniform
 ) -> list[Any]:
-    """A region that the backward pass recomputes.
+    """A region that the backward pass recomputes; walked once for all layers that are alike."""
+    called = _compat.called_program(eqn)
+    assert called is not None
+    inner = uniform.of_call(eqn, called.jaxpr)
+    shards = [s for value in operands for s in lazy.shards_of(value)]
+    if self.reuse == math.inf or self.gathers.has(
+        shards
+    ):  # what is gathered outlives the region, or comes into it
+        return _recomputed(self, eqn, operands, wanted, inner)
+    try:
+        taken = Operands(operands)
+        key = self.regions.key(eqn, taken, wanted, inner.inputs(), self.gathers.progress())
+
+        def walk(arrays: list[jax.Array], tokens: Tokens) -> tuple[list[Any], Gathers]:
+            within = Interpreter(self.gather, self.bucket, self.reuse, self.max_live)
+            within.regions, within.gathers = self.regions, self.gathers.part(tokens)
+            return _recomputed(within, eqn, taken.rebuilt(arrays), wanted, inner), within.gathers
+
+        outs, tokens, progress = self.regions.call(key, walk, taken.arrays, self.gathers.tokens())
+    except NotAlike:
+        return _recomputed(self, eqn, operands, wanted, inner)
+    self.gathers.after(tokens, progress)
+    return outs
+
+
+def _recomputed(
+    self: Interpreter, eqn: _compat.Eqn, operands: list[Any], wanted: Reductions, uniform: Uniform
+) -> list[Any]:
+    """Walks such a region.
 
     Its activations go behind a barrier, as JAX itself does, or XLA would keep the forward's results instead.
     Within the region a gathered parameter serves the recomputation and the backward alike.
     """
     called = _compat.called_program(eqn)
     assert called is not None
-    self.gathers.enter_region([s for value in operands for s in lazy.shards_of(value)], self.max_live)
+    operands = list(operands)
+    self.gathers.enter_region(_in_order_of_use(called.jaxpr, operands), self.max_live)
     if eqn.params.get("differentiated"):
         at_hand = [i for i, v in enumerate(operands) if isinstance(v, jax.Array)]
         held = self.gathers.hold([operands[i] for i in at_hand])
         for i, value in zip(at_hand, held, strict=True):
             operands[i] = value
-    outs = self.run(called, operands, wanted, uniform=uniform.of_call(eqn, called.jaxpr))
+    outs = self.run(called, operands, wanted, uniform=uniform)
     self.gathers.leave_region()
     onward = [
         i for i, (v, w) in enumerate(zip(outs, wanted, strict=True)) if w is None and isinstance(v, jax.Array)
@@ -236,6 +270,21 @@ def _remat(
     for i, value in zip(onward, self.gathers.after_gradients([outs[i] for i in onward]), strict=True):
         outs[i] = value
     return outs
+
+
+def _in_order_of_use(jaxpr: _compat.Jaxpr, operands: Sequence[Any]) -> list[lazy.Shard]:
+    """The shards among a program's inputs, each once, by the first equation that reads them."""
+    of = {v: lazy.shards_of(value) for v, value in zip(jaxpr.invars, operands, strict=True)}
+    made_of: dict[Any, list[lazy.Shard]] = {v: shards for v, shards in of.items() if shards}
+    found: dict[lazy.Shard, None] = {}
+    for eqn in jaxpr.eqns:
+        read = [made_of[v] for v in eqn.invars if not isinstance(v, _compat.Literal) and v in made_of]
+        if read and len(read) == len(eqn.invars):  # of params alone: it waits for its own use
+            made_of |= {v: [s for shards in read for s in shards] for v in eqn.outvars}
+            continue
+        found |= {shard: None for shards in read for shard in shards}
+    found |= {shard: None for shards in of.values() for shard in shards}
+    return list(found)
 
 
 def _whole_first(

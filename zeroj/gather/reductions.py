@@ -22,6 +22,9 @@ from zeroj.collectives import plain, quantized
 from zeroj.gather.uniform import Uniform
 from zeroj.plan.rules import Placement
 
+#: Elements whose sum over devices takes its latency rather than its bytes.
+SMALL = 2**16
+
 
 @dataclass(frozen=True)
 class Reduction:
@@ -49,6 +52,10 @@ class Reduction:
         if self.whole:
             reduced = plain.gather(reduced, self.placement)
         return reduced.astype(value.dtype)
+
+    def small(self, elements: int) -> bool:
+        """Whether summing so many elements takes its latency rather than its bytes, and gives what is whole anyway."""
+        return elements <= SMALL and not self.placement.sharded and not self.whole
 
     def zero(self, dtype: Any) -> jax.Array:
         """The sum of zeros, without any communication."""
@@ -165,6 +172,8 @@ def _inside_scan(
 ) -> list[Reduction | None]:
     """The reductions that move into a loop's body: of stacked outputs, and of sums of slices.
 
+    Slices whose sum would take its latency rather than its bytes stay outside: their stack is summed at once.
+
     A carry moves if the body only adds to it what is smaller than it, as when it sums the gradients of slices
     of a stack: then no more is sent than at the end. Its first value is then reduced as well.
     """
@@ -175,7 +184,8 @@ def _inside_scan(
             inner.append(None)
         elif index >= layout.num_carry:
             free = all(dim > 0 for dim, _ in reduction.placement.dims)
-            inner.append(_of_slice(reduction) if free else None)
+            small = reduction.small(math.prod(eqn.outvars[index].aval.shape[1:]))
+            inner.append(_of_slice(reduction) if free and not small else None)
         else:
             first = eqn.invars[layout.num_consts + index]
             movable = not isinstance(first, _compat.Literal) and uses[first] == 1 and first not in blocked

@@ -11,6 +11,7 @@ import optax
 
 from zeroj.collectives import plain
 from zeroj.errors import PlanError
+from zeroj.gather.inputs import check_memory
 from zeroj.optimizer.stream import streamed
 from zeroj.optimizer.update import (
     Arrays,
@@ -146,6 +147,12 @@ def apply_gradients(
     masters = plan.treedef.flatten_up_to(state.master) if plan.has_master else flat_params
     flat_grads = plan.treedef.flatten_up_to(grads)
     inner = plan.state_treedef.flatten_up_to(state.inner)
+    check_memory((x.path, v, plan.param_placement(x)) for x, v in zip(plan.leaves, flat_params, strict=True))
+    check_memory((s.path, v, s.placement) for s, v in zip(plan.state_leaves, inner, strict=True))
+    if plan.has_master:
+        check_memory(
+            (f"master/{plan.leaves[i].path}", masters[i], plan.master_placement(plan.leaves[i])) for i in live
+        )
     arrays = Arrays([flat_params[i] for i in live], [masters[i] for i in live], inner)
     live_grads = [flat_grads[i] for i in live]
     if plan.streams:

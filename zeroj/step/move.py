@@ -22,7 +22,7 @@ def offload_states(state: TrainState, include: Collection[str] = PARTS) -> Train
 
     For runs that train and generate in turn. Arrays are moved one by one; each is freed on the device as soon as
     nothing else refers to it, so bind the result to the name that the old state had. Scalars stay, and so does
-    what a plan with offload keeps in host memory anyway. No step takes the state while it is away.
+    what a plan with offload keeps in host memory anyway. Steps refuse the state while it is away.
 
     Args:
         state: the state.

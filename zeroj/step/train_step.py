@@ -15,6 +15,7 @@ from zeroj.config.precision import LossScale
 from zeroj.errors import PlanError
 from zeroj.gather.evaluate import evaluate
 from zeroj.gather.gradients import Gradients, gradients
+from zeroj.gather.residual_check import check_offload
 from zeroj.gather.views import make_view
 from zeroj.optimizer.norms import sum_of_squares
 from zeroj.optimizer.spill import SpilledUpdate
@@ -43,6 +44,7 @@ def make_train_step(
     skip_nonfinite: bool | None = None,
     reduce_op: str = "mean",
     donate: bool = True,
+    offload_activations: bool = False,
 ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]:
     """Builds the jitted step ``(state, batch) -> (state, metrics)``.
 
@@ -64,6 +66,8 @@ def make_train_step(
         reduce_op: "mean", or "sum": gradients are those of the sum of the devices' means, N times as large
             (DeepSpeed's gradient_allreduce_op); norm and clipping see them so.
         donate: whether the old state's buffers are reused for the new one.
+        offload_activations: whether what the loss's ``jax.checkpoint`` regions keep for the backward pass waits in
+            host memory.
 
     Returns:
         A jitted function, or a :class:`zeroj.step.spilled.SpilledStep` where the plan keeps state in files.
@@ -75,13 +79,16 @@ def make_train_step(
         same) and ``finite``, one bool per trained leaf: :class:`zeroj.OverflowWatch` names the leaves.
 
     Raises:
-        PlanError: now or at the first call, when something does not fit together.
+        PlanError: now or at the first call, when something does not fit together; now, when activations are to
+            be offloaded on a backend that is known, or seen, to do it wrongly.
 
     Example:
         >>> step = zj.make_train_step(loss_fn, tx, plan, accumulation_steps=4, clip_norm=1.0)
         >>> state, metrics = step(state, batch)
     """
     _check_arguments(loss_fn, accumulation_steps, clip_norm, reduce_op)
+    if offload_activations:
+        check_offload(plan.mesh)
     wrapped = wrap_optimizer(tx, plan)
     reader = ParamReader(plan) if plan.spills_params else None
     head = _head(
@@ -93,6 +100,7 @@ def make_train_step(
             accumulation=accumulation_steps,
             has_aux=has_aux,
             host=True,
+            offload_activations=offload_activations,
         ),
         plan,
         times=plan.degree if reduce_op == "sum" else 1,

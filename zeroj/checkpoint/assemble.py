@@ -14,6 +14,7 @@ from zeroj.config.precision import LossScale
 from zeroj.optimizer.update import as_params
 from zeroj.optimizer.zero import first_state, params_from_masters, wrap_optimizer
 from zeroj.plan import tree
+from zeroj.plan.feedback import first_errors
 from zeroj.plan.mesh import traced_on
 from zeroj.plan.plan import Plan
 from zeroj.plan.tree import ZeroOptState
@@ -53,7 +54,7 @@ def _stored_param(plan: Plan, index: int, master: Any, spilled: Spilled) -> Any:
         return into
     leaf = plan.leaves[index]
     make = traced_on(plan.mesh, lambda x: as_params(plan, [leaf], [x]))
-    shardings = [plan.sharding(plan.param_placement(leaf))]
+    shardings = [plan.sharding(plan.stored_placement(leaf))]
     value = master.to_devices() if is_spilled(master) else master
     (param,) = jax.jit(make, out_shardings=shardings)(value)
     if into is None:
@@ -77,10 +78,13 @@ def first_fields(plan: Plan, loss_scale: LossScale | None, rng: jax.Array | int)
     return {"step": np.int32(0), "skipped": np.int32(0), "scale": scale, "rng": key}
 
 
-def assemble(plan: Plan, params: Any, opt_state: ZeroOptState, fields: dict[str, Any]) -> TrainState:
-    """The state, its small fields brought whole to every device."""
+def assemble(
+    plan: Plan, params: Any, opt_state: ZeroOptState, fields: dict[str, Any], errors: Any = None
+) -> TrainState:
+    """The state, its small fields brought whole to every device; LoCo's errors are zero, unless given."""
     small = {name: jax.tree.map(lambda x: _everywhere(plan, x), field) for name, field in fields.items()}
-    return TrainState(params, opt_state, **small)
+    errors = first_errors(plan) or () if errors is None else errors
+    return TrainState(params, opt_state, **small, errors=errors)
 
 
 def _everywhere(plan: Plan, value: Any) -> jax.Array:

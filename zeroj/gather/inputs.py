@@ -43,9 +43,9 @@ def check_params(plan: Plan, params: Any) -> list[jax.Array]:
     }
     missing, extra = sorted(planned.keys() - found.keys()), sorted(found.keys() - planned.keys())
     wrong = [
-        f"{path}: shape {found[path].shape}, but the plan stores {plan.param_placement(leaf).padded}"
+        f"{path}: shape {found[path].shape}, but the plan stores {plan.stored_placement(leaf).padded}"
         for path, leaf in planned.items()
-        if path in found and found[path].shape not in (stored[path], plan.param_placement(leaf).padded)
+        if path in found and found[path].shape not in (stored[path], plan.stored_placement(leaf).padded)
     ]
     faults = [f"missing: {p}" for p in missing] + [f"not in the plan: {p}" for p in extra] + wrong
     if faults:
@@ -75,7 +75,8 @@ def check_memory(arrays: Iterable[tuple[str, Any, Placement]]) -> None:
     wrong = [
         f"{path}: {names[here]}, planned {names[planned]}"
         for path, value, placement in arrays
-        if (here := _compat.is_on_host(value)) != (planned := placement.memory not in ("", NVME))
+        if placement.memory != NVME
+        and (here := _compat.is_on_host(value)) != (planned := bool(placement.memory))
     ]
     if wrong:
         raise PlanError(

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from zeroj import _compat
+from zeroj.collectives.quantized import Feedback, put_layer
 from zeroj.gather import kept, lazy
 from zeroj.gather.reductions import Reduction, ReductionPlan, Reductions, is_zero, place_reductions
 from zeroj.gather.regions import NotAlike, Operands, Regions
-from zeroj.gather.stacks import Restacked, only_sliced, restack, warn_whole
+from zeroj.gather.stacks import Restacked, made_by, only_sliced, restack, stacks_of, warn_whole
 from zeroj.gather.tokens import Gather, Gathers, Tokens
 from zeroj.gather.uniform import Uniform
 
@@ -41,6 +44,14 @@ class Interpreter:
         self.max_live = max_live
         self.gathers = Gathers(gather, bucket, reuse)
         self.regions = Regions()
+        self.errors: dict[str, Feedback] = {}
+
+    def within(self, errors: dict[str, Feedback]) -> Interpreter:
+        """The interpreter of one iteration of a loop."""
+        inner = Interpreter(self.gather, self.bucket, self.reuse, self.max_live)
+        inner.regions, inner.errors = self.regions, errors
+        inner.gathers.free_start = True
+        return inner
 
     def run(
         self,
@@ -89,7 +100,18 @@ class Interpreter:
         """A gradient summed over devices; any other value as it is."""
         if reduction is None:
             return value
-        return self.gathers.reduce(self.force([value])[0], reduction)
+        (grad,) = self.force([value])
+        return self.gathers.reduce(grad, partial(self._reduce, reduction), reduction.small(grad.size))
+
+    def _reduce(self, reduction: Reduction, value: jax.Array) -> jax.Array:
+        """The sum over devices; what quantising loses of it goes into the leaf's errors, where it has any."""
+        slot = reduction.feedback
+        if slot is None:
+            return reduction(value)
+        before = self.errors[slot.path]
+        reduced, errors = reduction.with_feedback(value, slot, before)
+        self.errors[slot.path] = replace(before, errors=errors)
+        return reduced
 
     def force(self, values: Sequence[Any]) -> list[Any]:
         """Gathers and evaluates the lazy ones among ``values``; passes the others."""
@@ -178,14 +200,13 @@ def _scan(
     near_kept: kept.Kept = {}
     kept_whole = self.keep(shards)
     rebuilt: list[Restacked | None] = []
+    fed = {r.feedback.path: self.errors[r.feedback.path] for r in wanted if r and r.feedback}
 
-    def body(carry: list[Any], sliced: tuple[list[Any], ...]) -> tuple[list[Any], Any]:
-        plain_xs, shard_slices, whole_slices, near_slices = sliced
+    def body(carried: tuple[list[Any], Any], sliced: tuple[Any, ...]) -> tuple[tuple[list[Any], Any], Any]:
+        (carry, errors), (plain_xs, shard_slices, whole_slices, near_slices, index) = carried, sliced
         slices = dict(zip(stacks, shard_slices, strict=True))
         args = [lazy.slice_of(x, slices) if s else p for x, s, p in zip(xs, staying, plain_xs, strict=True)]
-        inner = Interpreter(self.gather, self.bucket, self.reuse, self.max_live)
-        inner.regions = self.regions
-        inner.gathers.free_start = True
+        inner = self.within({path: fed[path].layer(errors[path], index) for path in fed})
         inner.gathers.kept = kept.sliced(known, near_slices, slices)
         before = dict(inner.gathers.kept)
         for shard, whole in zip(shards, whole_slices, strict=False):
@@ -197,22 +218,25 @@ def _scan(
         rebuilt[:] = [restack(out, origin, outside) for out in outs[nk:]]
         real = [out for out, stack in zip(outs[nk:], rebuilt, strict=True) if stack is None]
         forced = inner.force(outs[:nk] + real)
-        pieces = [shard.array for stack in rebuilt if stack for shard in stack.made]
+        made = made_by(rebuilt)
         near_kept.clear()
-        near_kept.update(kept.stacked(inner.gathers.kept, before, origin))
+        near_kept.update(kept.stacked(inner.gathers.kept, before, origin, made))
         nears = [near.value for near in near_kept.values()]
-        return forced[:nk], (forced[nk:], pieces, nears, inner.gathers.token())
+        errors = {path: put_layer(errors[path], inner.errors[path].errors, index) for path in fed}
+        return (forced[:nk], errors), (forced[nk:], [s.array for s in made], nears, inner.gathers.token())
 
-    carry, (ys, pieces, nears, tokens) = jax.lax.scan(
+    stacked = [s.array for s in stacks.values()], kept_whole, [near.value for near in known.values()]
+    (carry, errors), (ys, pieces, nears, tokens) = jax.lax.scan(
         body,
-        list(init),
-        (whole_xs, [s.array for s in stacks.values()], kept_whole, [near.value for near in known.values()]),
+        (list(init), {path: tuple(f.errors) for path, f in fed.items()}),
+        (whole_xs, *stacked, jnp.arange(layout.length) if fed else None),
         length=layout.length,
         reverse=layout.reverse,
         unroll=layout.unroll,
     )
     self.gathers.gate = self.gathers.gate + jnp.sum(tokens)
-    self.gathers.kept |= kept.with_values(near_kept, nears)
+    self.gathers.kept |= kept.with_values(near_kept, nears, stacks_of(rebuilt, pieces, layout.length))
+    self.errors |= {path: replace(fed[path], errors=errors[path]) for path in fed}
     rest, made = iter(ys), iter(pieces)
     return [*carry, *(next(rest) if s is None else s.build(made, layout.length) for s in rebuilt)]
 

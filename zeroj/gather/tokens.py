@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
 import jax
@@ -48,16 +48,6 @@ class Progress(NamedTuple):
     opens: bool
     unheld: int
     in_region: bool
-
-
-class Sum(Protocol):
-    """Sums a gradient over devices."""
-
-    def __call__(self, value: jax.Array) -> jax.Array:
-        """The sum, where it is kept."""
-
-    def small(self, elements: int) -> bool:
-        """Whether so many elements hold no memory that counts, and are better summed together with others."""
 
 
 class Gathers:
@@ -184,15 +174,20 @@ class Gathers:
         """Whether a bucket of gradients was marked since anything was held for them."""
         return self._unheld >= self.bucket
 
-    def reduce(self, grad: jax.Array, reduction: Sum) -> jax.Array:
+    def reduce(
+        self, grad: jax.Array, reduction: Callable[[jax.Array], jax.Array], late: bool = False
+    ) -> jax.Array:
         """Reduces a gradient over devices, in step with the backward pass.
 
-        A small one is made in step, but summed when it suits: it holds no memory, and XLA joins the sums of many
-        layers to one, where each by itself would cost its latency between two large ones.
+        Args:
+            grad: this device's addend.
+            reduction: sums it.
+            late: whether it is made in step, but summed when it suits: a small one holds no memory, and XLA joins
+                the sums of many layers to one, where each would cost its latency between two large ones.
         """
         self._unheld += grad.size
         grad, self.made = jax.lax.optimization_barrier((grad, self.made))
-        if reduction.small(grad.size):
+        if late:
             return reduction(grad)
         reduced, self._reduced = jax.lax.optimization_barrier((reduction(grad), self._reduced))
         return reduced

@@ -55,8 +55,17 @@ class View(Protocol):
     def keys(self, rng: jax.Array, accumulation: int) -> jax.Array:
         """(accumulation,) keys."""
 
-    def run(self, program: Callable[..., Any], args: tuple[Any, ...], grads: list[Placement]) -> Any:
-        """Runs ``program(leaves, batch, *whole)``, which returns (whole values, list of gradients)."""
+    def run(
+        self, program: Callable[..., Any], args: tuple[Any, ...], grads: list[Placement], errors: Any = ()
+    ) -> Any:
+        """Runs ``program(leaves, batch, *whole, errors)``: returns (whole values, list of gradients, errors).
+
+        Args:
+            program: it.
+            args: leaves, batch and what is whole.
+            grads: where the gradients live.
+            errors: arrays of which each device has its own, along dim 0.
+        """
 
 
 class Files(Protocol):
@@ -147,18 +156,21 @@ class DeviceView:
         """Different on every device and for every micro-batch."""
         return jax.random.split(jax.random.fold_in(rng, jax.lax.axis_index(self.axes)), accumulation)
 
-    def run(self, program: Callable[..., Any], args: tuple[Any, ...], grads: list[Placement]) -> Any:
+    def run(
+        self, program: Callable[..., Any], args: tuple[Any, ...], grads: list[Placement], errors: Any = ()
+    ) -> Any:
         """Runs inside ``shard_map`` over the ZeRO axes; the mesh's other axes stay automatic."""
         plan, whole = self.plan, PartitionSpec()
-        params = [plan.param_placement(leaf).zero_spec for leaf in plan.leaves]
+        own = PartitionSpec(plan.zero_axes)
+        params = [plan.stored_placement(leaf).zero_spec for leaf in plan.leaves]
         return jax.shard_map(
             program,
             mesh=plan.mesh,
-            in_specs=(params, batch_specs(plan, args[1]), *(whole for _ in args[2:])),
-            out_specs=(whole, [p.zero_spec for p in grads]),
+            in_specs=(params, batch_specs(plan, args[1]), *(whole for _ in args[2:]), own),
+            out_specs=(whole, [p.zero_spec for p in grads], own),
             axis_names=set(plan.zero_axes),
             check_vma=False,
-        )(*args)
+        )(*args, errors)
 
 
 @dataclass(frozen=True)
@@ -240,10 +252,12 @@ class GlobalView:
         """Different for every micro-batch."""
         return jax.random.split(rng, accumulation)
 
-    def run(self, program: Callable[..., Any], args: tuple[Any, ...], grads: list[Placement]) -> Any:
+    def run(
+        self, program: Callable[..., Any], args: tuple[Any, ...], grads: list[Placement], errors: Any = ()
+    ) -> Any:
         """Runs as it is."""
         del grads
-        return program(*args)
+        return program(*args, errors)
 
 
 def _wire_dtype(plan: Plan, leaf: ParamLeaf) -> np.dtype:

@@ -122,7 +122,7 @@ class _Birth:
         plan, leaf = self.plan, self.plan.leaves[index]
         array = self._on_devices(value) if on_devices is None else on_devices
         make = traced_on(plan.mesh, lambda x: as_params(plan, [leaf], [x]))
-        (param,) = jax.jit(make, out_shardings=[plan.sharding(plan.param_placement(leaf))])(array)
+        (param,) = jax.jit(make, out_shardings=[plan.sharding(plan.stored_placement(leaf))])(array)
         self.params[index], self.masters[index] = param, value
         if index in self.spilled.params:
             self.params[index] = self.spilled.params[index]

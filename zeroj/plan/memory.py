@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jax.sharding import Mesh
 
+from zeroj.plan.feedback import error_bytes
+from zeroj.plan.groups import SPAN
 from zeroj.plan.rules import NVME, Placement
 from zeroj.plan.wire import BLOCK
 
@@ -27,7 +29,7 @@ class MemoryReport:
 
     Attributes:
         device: part -> bytes on each device: "params", "master", "opt_state", "grads", "accumulator", and under
-            hpZ "secondary": what a step keeps of its gathers, and drops at its end.
+            hpZ "secondary": what a step keeps of its gathers, and drops at its end; under LoCo "errors".
         host: part -> bytes in each host's memory; "spill_buffers" at most, while state in files is updated, and
             "param_buffers", while a step reads params from files.
         nvme: part -> bytes on each host's disk.
@@ -46,8 +48,8 @@ class MemoryReport:
 
     @property
     def resident(self) -> int:
-        """Bytes on one device between steps: params, master and optimizer state, without gradients."""
-        return sum(self.device[part] for part in ("params", "master", "opt_state"))
+        """Bytes on one device between steps: params, master, optimizer state, LoCo's errors; no gradients."""
+        return sum(self.device.get(part, 0) for part in ("params", "master", "opt_state", "errors"))
 
     def __str__(self) -> str:
         rows = [f"{'part':<12} {'bytes/device':>16} {'unsharded':>16}"]
@@ -67,7 +69,7 @@ def memory_report(plan: Plan) -> MemoryReport:
     accumulates = plan.stage.accumulator
     policy = plan.precision
     parts: dict[str, list[tuple[Placement, np.dtype]]] = {
-        "params": [(plan.param_placement(leaf), plan.param_dtype(leaf)) for leaf in plan.leaves],
+        "params": [(plan.stored_placement(leaf), plan.stored_dtype(leaf)) for leaf in plan.leaves],
         "master": [(plan.master_placement(leaf), policy.master(leaf.dtype)) for leaf in live]
         if plan.has_master
         else [],
@@ -105,6 +107,9 @@ def memory_report(plan: Plan) -> MemoryReport:
     whole = {part: sum(math.prod(p.shape) * d.itemsize for p, d in rows) for part, rows in parts.items()}
     if any(leaf.placement.wire.kept for leaf in plan.leaves):
         shards["secondary"] = sum(secondary_bytes(plan, leaf) for leaf in plan.leaves)
+    errors = error_bytes(plan)
+    if errors:
+        shards["errors"] = errors
     return MemoryReport(device=shards, host=host, nvme=nvme, whole=whole)
 
 
@@ -165,16 +170,17 @@ def plan_table(plan: Plan, limit: int | None = TABLE_ROWS) -> str:
     shown = order if limit is None else order[:limit]
     rows = [("leaf", "shape", "dtype", "shard", "bytes/device", "note")]
     for leaf in shown:
-        size = shard_bytes(plan, plan.param_placement(leaf), plan.param_dtype(leaf))
+        size = shard_bytes(plan, plan.stored_placement(leaf), plan.stored_dtype(leaf))
         spec = str(leaf.placement.spec).removeprefix("PartitionSpec") if leaf.placement.sharded else "whole"
-        notes = (leaf.placement.note, leaf.placement.wire.note, "" if leaf.trainable else "frozen")
+        frozen = "frozen, stored as int8" if leaf.packed else "frozen"
+        notes = (leaf.placement.note, leaf.placement.wire.note, "" if leaf.trainable else frozen)
         note = "; ".join(filter(None, notes))
         rows.append((leaf.path, str(leaf.shape), str(leaf.dtype), spec, show_bytes(size), note))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     lines = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[-1]]) for row in rows]
     rest = order[len(shown) :]
     if rest:
-        size = sum(shard_bytes(plan, plan.param_placement(x), plan.param_dtype(x)) for x in rest)
+        size = sum(shard_bytes(plan, plan.stored_placement(x), plan.stored_dtype(x)) for x in rest)
         lines.append(f"... and {len(rest)} smaller leaves, {show_bytes(size)} per device")
     return "\n".join([*head, "", *lines, "", str(memory), *_whole_note(plan)])
 
@@ -200,6 +206,12 @@ def _wire_lines(plan: Plan) -> list[str]:
         group = math.prod(plan.mesh.shape[a] for a in plan.zero_axes if a not in plan.replica_axes)
         lines.append(
             f"MiCS: groups of {group} devices hold the state; {plan.degree // group} groups are alike"
+        )
+    if zero.mics_hierarchical_params_gather:
+        lines.append(
+            f"MiCS: gathered over the {plan.mesh.shape[SPAN]} nodes of a group first, then within each"
+            if SPAN in plan.zero_axes
+            else "MiCS: every group is within one node, so mics_hierarchical_params_gather changes nothing"
         )
     return lines
 

@@ -102,6 +102,12 @@ def _params_spilled(plan: Plan) -> Plan:
             f"offload_param nvme: {', '.join(own)} are sharded on axes of the model's own, and params in files "
             'are read for the ZeRO axes alone. Use "device": "cpu" in offload_param.'
         )
+    small = [leaf.path for leaf in plan.leaves if large(leaf) and leaf.placement.wire.stored]
+    if small:
+        raise PlanError(
+            f"offload_param nvme: {', '.join(small)} are frozen and stored as int8 "
+            "(zero_quantized_nontrainable_weights), which is not done for params in files. Leave out one of the two."
+        )
     return replace(plan, leaves=tuple(replace(x, param_memory=NVME) if large(x) else x for x in plan.leaves))
 
 

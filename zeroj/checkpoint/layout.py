@@ -82,7 +82,7 @@ def param_targets(plan: Plan, spilled: Spilled | None = None) -> list[Target]:
         final = [m if x.trainable else None for m, x in zip(masters, plan.leaves, strict=True)]
     final = [None if x.packed else s for x, s in zip(plan.leaves, final, strict=True)]
     targets = []
-    into = spilled.masters if spilled else {}
+    into = spilled.updated if spilled else {}
     for i, (leaf, struct) in enumerate(zip(plan.leaves, final, strict=True)):
         placement = plan.master_placement(leaf)
         sharding = plan.sharding(placement) if struct is None else struct.sharding

@@ -83,7 +83,7 @@ def restore_state(
         model_state = saved_model_state(folder, manifest, plan, model_state)
     small["model_state"] = model_state
     errors = None if weights_only else saved_errors(folder, manifest, plan)
-    return assemble(plan, stored_params(plan, masters), opt_state, small, errors)
+    return assemble(plan, stored_params(plan, masters, spilled), opt_state, small, errors)
 
 
 def _masters(folder: str, manifest: Manifest, plan: Plan, fill: Any, spilled: Spilled | None) -> list[Any]:

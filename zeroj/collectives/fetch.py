@@ -50,11 +50,11 @@ def whole(near_shard: jax.Array, placement: Placement, dtype: np.dtype) -> jax.A
     one = packed.shape[1 + bool(first) :]
     sizes = [jax.lax.axis_size(axis) for axis in (*rest, *first)]
     return quantized.unpack(
-        packed.reshape(*sizes, *one), placement, (*rest, *first), _shard_shape(placement), dtype
+        packed.reshape(*sizes, *one), placement, (*rest, *first), shard_shape(placement), dtype
     )
 
 
-def _shard_shape(placement: Placement) -> Sequence[int]:
+def shard_shape(placement: Placement) -> Sequence[int]:
     """The shape of one device's shard."""
     shape = list(placement.padded)
     for dim, axes in placement.dims:

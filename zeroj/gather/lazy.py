@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zeroj import _compat
-from zeroj.plan.rules import Placement
+from zeroj.plan.rules import NVME, Placement
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,12 +175,18 @@ ELEMENTWISE = frozenset({"convert_element_type", "neg", "copy", "stop_gradient",
 def sliceable(value: Any) -> bool:
     """Whether one slice along dim 0 can be had from slices of the shards alone."""
     if isinstance(value, Shard):
-        return bool(value.shape) and all(dim > 0 for dim, _ in value.placement.dims) and value.layered
+        whole = bool(value.shape) and all(dim > 0 for dim, _ in value.placement.dims)
+        return whole and value.layered and _has_layers(value)
     if isinstance(value, Stacked):
         return all(sliceable(stack) for stack in value.stacks.values())
     if isinstance(value, Expr):
         return value.eqn.primitive.name in ELEMENTWISE and sliceable(value.operands[0])
     return False
+
+
+def _has_layers(shard: Shard) -> bool:
+    """Whether what stands for the shard in the program has its dim 0; a ticket has it if the files are so cut."""
+    return shard.placement.memory != NVME or shard.array.shape[0] == shard.shape[0]
 
 
 def slice_of(value: Lazy, slices: Mapping[int, jax.Array]) -> Lazy:
@@ -238,6 +244,8 @@ def sliced(eqn: Any, operands: list[Any]) -> Lazy | None:
     cut = [dim for dim, n in enumerate(first.shape) if n != placement.shape[dim]]
     if not _keeps_bytes(first, cut):
         return None
+    if placement.memory == NVME and (any(dim > 0 for dim in cut) or not _has_layers(first)):
+        return None  # whole files are read
     for dim in cut:
         if name == "slice":
             strides = eqn.params["strides"] or (1,) * len(first.shape)
@@ -245,8 +253,9 @@ def sliced(eqn: Any, operands: list[Any]) -> Lazy | None:
             array = jax.lax.slice_in_dim(array, *bounds, axis=dim)
         else:
             array = jax.lax.dynamic_slice_in_dim(array, operands[1 + dim], placement.shape[dim], axis=dim)
-    if (
-        name == "dynamic_slice" and placement.memory
+    if name == "dynamic_slice" and placement.memory not in (
+        "",
+        NVME,
     ):  # XLA lets such a slice leave the host at once, or not at all
         array = jax.device_put(array, jax.memory.Space.Device)
         placement = placement.at("")
@@ -270,7 +279,8 @@ def apply(eqn: Any, operands: list[Any]) -> list[Lazy]:
     if eqn.primitive.name == "convert_element_type" and isinstance(first, Shard):
         new = np.dtype(eqn.params["new_dtype"])
         floats = jnp.issubdtype(new, jnp.floating) and jnp.issubdtype(first.dtype, jnp.floating)
-        here = not first.placement.memory or first.array.dtype == first.dtype  # the host does not compute
+        kept = first.placement.memory  # the host does not compute, and a ticket is none of the numbers
+        here = not kept or (kept != NVME and first.array.dtype == first.dtype)
         here = here and not first.placement.wire.stored
         if here and floats and new.itemsize <= first.dtype.itemsize:
             array = first.array if first.array.dtype == first.dtype else first.array.astype(first.dtype)

@@ -20,7 +20,7 @@ import numpy as np
 from zeroj.gather import lazy
 from zeroj.gather.kept import Kept, Key, Near
 from zeroj.gather.lazy import Shard
-from zeroj.plan.rules import Placement
+from zeroj.plan.rules import NVME, Placement
 
 
 class Gather(Protocol):
@@ -31,6 +31,9 @@ class Gather(Protocol):
 
     def gather(self, near: jax.Array, placement: Placement, dtype: np.dtype) -> jax.Array:
         """The whole parameter, in the user's shape."""
+
+    def read(self, ticket: jax.Array, path: str, placement: Placement) -> jax.Array:
+        """The stored shard of a parameter that lies in files, from its ticket."""
 
 
 Tokens = tuple[jax.Array, ...]
@@ -120,10 +123,16 @@ class Gathers:
         if self._total > size or not self.free_start:
             arrays, self.gate = jax.lax.optimization_barrier((arrays, self.gate))
         for (key, shard), array in zip(new.items(), arrays, strict=True):
-            near = array if key in kept else self._gather.near(lazy.fetched(array, shard), shard.placement)
+            near = array if key in kept else self._gather.near(self._fetched(array, shard), shard.placement)
             if key not in kept and shard.placement.wire.kept:
                 self.kept[Key(*key)] = Near(shard, near)
             self._whole[key] = (self._total, shard, self._gather.gather(near, shard.placement, shard.dtype))
+
+    def _fetched(self, array: jax.Array, shard: Shard) -> jax.Array:
+        """What waited at the gate, on the device and in the dtype that travels."""
+        if shard.placement.memory != NVME:
+            return lazy.fetched(array, shard)
+        return self._gather.read(array, shard.path, shard.placement).astype(shard.dtype)
 
     def before_use(self, values: Sequence[jax.Array], shards: Sequence[Shard]) -> list[jax.Array]:
         """Marks the start of the first use in a bucket; the next bucket's gathers wait for ``values``.

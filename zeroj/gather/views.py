@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -42,6 +43,9 @@ class View(Protocol):
     def gather(self, near: jax.Array, placement: Placement, dtype: np.dtype) -> jax.Array:
         """The whole leaf, in the user's shape and ``dtype``, from what ``near`` gave."""
 
+    def read(self, ticket: jax.Array, path: str, placement: Placement) -> jax.Array:
+        """The stored shard of a leaf that lies in files, from its ticket."""
+
     def reduction(self, leaf: ParamLeaf, later: tuple[str, ...] = ()) -> Reduction:
         """How the gradient of a leaf is summed over devices; over the axes in ``later`` the caller sums it."""
 
@@ -64,28 +68,63 @@ class View(Protocol):
         """
 
 
-def make_view(plan: Plan, loss_over: str) -> View:
+class Files(Protocol):
+    """What reads params from files while a program runs (see :class:`zeroj.spill.reader.ParamReader`).
+
+    Attributes:
+        dtypes: path of a leaf -> the dtype in which it is stored.
+    """
+
+    dtypes: dict[str, np.dtype]
+
+    def read(self, ticket: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """What a ticket stands for, on the host."""
+
+
+def make_view(plan: Plan, loss_over: str, files: Files | None = None) -> View:
     """The view that ``loss_over`` names.
 
+    Args:
+        plan: the plan.
+        loss_over: "device" or "global".
+        files: what reads params from files.
+
     Raises:
-        PlanError: it names none.
+        PlanError: it names none, or params lie in files and nothing reads them.
     """
     if loss_over not in ("device", "global"):
         raise PlanError(f"loss_over must be 'device' or 'global', not {loss_over!r}.")
+    if plan.spills_params and files is None:
+        raise PlanError(
+            "The plan keeps params in files, which a function of your own cannot read: use zj.make_train_step and "
+            'zj.make_eval_step, or "device": "cpu" in offload_param.'
+        )
     if loss_over == "global" and any(leaf.placement.wire != PLAIN for leaf in plan.leaves):
         raise PlanError(
             "ZeRO++ (zero_hpz_partition_size, zero_quantized_weights, zero_quantized_gradients) decides what each "
             'device sends, and under loss_over="global" XLA\'s partitioner does. Use loss_over="device", with '
             "jax.lax.pmean over plan.zero_axes for values across devices, or leave ZeRO++ out."
         )
-    return DeviceView(plan) if loss_over == "device" else GlobalView(plan)
+    return DeviceView(plan, files) if loss_over == "device" else GlobalView(plan, files)
+
+
+def _called(files: Files | None, ticket: jax.Array, path: str, shape: tuple[int, ...]) -> jax.Array:
+    """Has one device's part of a param read by the host while the program runs."""
+    assert files is not None
+    dtype = files.dtypes[path]
+    read = partial(files.read, shape=shape, dtype=dtype)
+    return jax.pure_callback(read, jax.ShapeDtypeStruct(shape, dtype), ticket)
 
 
 class DeviceView:
     """The loss sees this device's slice of the batch."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan, self.axes, self.degree = plan, plan.zero_axes, plan.degree
+    def __init__(self, plan: Plan, files: Files | None = None) -> None:
+        self.plan, self.axes, self.degree, self.files = plan, plan.zero_axes, plan.degree, files
+
+    def read(self, ticket: jax.Array, path: str, placement: Placement) -> jax.Array:
+        """Calls the host for this device's shard."""
+        return _called(self.files, ticket, path, tuple(fetch.shard_shape(placement)))
 
     def near(self, array: jax.Array, placement: Placement) -> jax.Array:
         """All-gathers over the axes whose result is kept."""
@@ -157,9 +196,25 @@ class Constraint(Reduction):
 class GlobalView:
     """The loss sees the whole batch, as under plain pjit."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan, self.degree = plan, 1
+    def __init__(self, plan: Plan, files: Files | None = None) -> None:
+        self.plan, self.degree, self.files = plan, 1, files
         self.axes: tuple[str, ...] = ()
+
+    def read(self, ticket: jax.Array, path: str, placement: Placement) -> jax.Array:
+        """Has every device call the host for its shard."""
+
+        def one(ticket: jax.Array) -> jax.Array:
+            return _called(self.files, ticket, path, tuple(fetch.shard_shape(placement)))
+
+        spec = placement.zero_spec
+        return jax.shard_map(
+            one,
+            mesh=self.plan.mesh,
+            in_specs=(spec,),
+            out_specs=spec,
+            axis_names=set(self.plan.zero_axes),
+            check_vma=False,
+        )(ticket)
 
     def near(self, array: jax.Array, placement: Placement) -> jax.Array:
         """As it is: the partitioner gathers in one."""

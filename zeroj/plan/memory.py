@@ -30,7 +30,8 @@ class MemoryReport:
     Attributes:
         device: part -> bytes on each device: "params", "master", "opt_state", "grads", "accumulator", and under
             hpZ "secondary": what a step keeps of its gathers, and drops at its end; under LoCo "errors".
-        host: part -> bytes in each host's memory; "spill_buffers" at most, while state in files is updated.
+        host: part -> bytes in each host's memory; "spill_buffers" at most, while state in files is updated, and
+            "param_buffers", while a step reads params from files.
         nvme: part -> bytes on each host's disk.
         whole: part -> bytes the same part would take unsharded on one device.
     """
@@ -90,10 +91,19 @@ def memory_report(plan: Plan) -> MemoryReport:
     files = {
         part: sum(file_bytes(plan, p, d) for p, d in rows if p.memory == NVME) for part, rows in parts.items()
     }
+    if plan.spills:
+        from zeroj.plan import cuts  # which counts with the functions below
+
+        held_paths = cuts.held_params(plan)
+        stays = [x for x in plan.leaves if x.path in held_paths]
+        kept = sum(file_bytes(plan, plan.param_placement(x), plan.param_dtype(x)) for x in stays)
+        files["params"] -= kept
+        held["params"] += kept
+        buffers = (plan.spill or plan.spill_params).buffer_count  # type: ignore[union-attr]
+        held["spill_buffers"] = buffers * cuts.update_buffer(plan)
+        held["param_buffers"] = sum(cuts.param_window(plan))
     host = {part: count for part, count in held.items() if count}
     nvme = {part: count for part, count in files.items() if count}
-    if nvme and plan.spill is not None:
-        host["spill_buffers"] = plan.spill.buffer_count * _largest_spilled(plan)
     whole = {part: sum(math.prod(p.shape) * d.itemsize for p, d in rows) for part, rows in parts.items()}
     if any(leaf.placement.wire.kept for leaf in plan.leaves):
         shards["secondary"] = sum(secondary_bytes(plan, leaf) for leaf in plan.leaves)
@@ -101,19 +111,6 @@ def memory_report(plan: Plan) -> MemoryReport:
     if errors:
         shards["errors"] = errors
     return MemoryReport(device=shards, host=host, nvme=nvme, whole=whole)
-
-
-def _largest_spilled(plan: Plan) -> int:
-    """Bytes on one host of the files of the leaf that has most of them."""
-    counts: Counter[str] = Counter()
-    for state in plan.state_leaves:
-        if state.placement.memory == NVME:
-            counts[state.owner] += file_bytes(plan, state.placement, state.dtype)
-    for leaf in plan.leaves:
-        placement = plan.master_placement(leaf)
-        if plan.has_master and leaf.trainable and placement.memory == NVME:
-            counts[leaf.path] += file_bytes(plan, placement, plan.master_dtype(leaf))
-    return max(counts.values(), default=0)
 
 
 def _gradient(plan: Plan, leaf: ParamLeaf) -> tuple[Placement, np.dtype]:

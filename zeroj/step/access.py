@@ -233,7 +233,7 @@ def _on_devices(slot: _Slot, path: str, what: str) -> _Slot:
     """Raises where the array lies in files, which only whole leaves can be read from."""
     if is_spilled(slot.array):
         raise PlanError(
-            f"{path} ({what}) lies in files (offload_optimizer.device is nvme): get_full reads it, and nothing "
+            f"{path} ({what}) lies in files (an offload section has device nvme): get_full reads it, and nothing "
             "else reaches it. To change it, restore a checkpoint onto a plan without files and save it again."
         )
     return slot
@@ -279,6 +279,10 @@ def _with(state: Any, plan: Plan, slot: _Slot, array: jax.Array) -> Any:
         return state._replace(opt_state=state.opt_state._replace(inner=inner))
     leaf = plan.leaves[slot.index]
     old, placement = plan.treedef.flatten_up_to(state.params)[slot.index], plan.param_placement(leaf)
+    if is_spilled(old):
+        raise PlanError(
+            f"{leaf.path} lies in files (offload_param.device is nvme), and cannot be changed there."
+        )
     derive = jax.jit(
         lambda x: plain.pad(plain.unpad(x, slot.placement), placement).astype(old.dtype),
         out_shardings=old.sharding,

@@ -23,8 +23,9 @@ from zeroj.optimizer.zero import ZeroOptimizer, apply_gradients, wrap_optimizer
 from zeroj.plan.feedback import errors_struct
 from zeroj.plan.mesh import traced_on
 from zeroj.plan.plan import Plan
+from zeroj.spill.reader import ParamReader
 from zeroj.step.precision import default_scaling, is_stuck, next_scale
-from zeroj.step.spilled import SpilledStep, without_files
+from zeroj.step.spilled import SpilledStep, WithoutFiles
 from zeroj.step.state import TrainState
 
 #: Added to the norm before it divides, as DeepSpeed does: clip_factor = min(1, max_norm / (norm + 1e-6)).
@@ -90,12 +91,13 @@ def make_train_step(
     if offload_activations:
         check_offload(plan.mesh)
     wrapped = wrap_optimizer(tx, plan)
+    reader = ParamReader(plan) if plan.spills_params else None
     head = _head(
         partial(
             gradients,
             loss_fn,
             plan,
-            view=make_view(plan, loss_over),
+            view=make_view(plan, loss_over, reader),
             accumulation=accumulation_steps,
             has_aux=has_aux,
             host=True,
@@ -125,7 +127,7 @@ def make_train_step(
             out_shardings=(shardings, _field_shardings(plan), None),
             compiler_options=options,
         )
-        return SpilledStep(program, SpilledUpdate(wrapped.user_tx, plan, donate))
+        return SpilledStep(WithoutFiles(program, plan, reader), SpilledUpdate(wrapped.user_tx, plan, donate))
     return jax.jit(
         traced_on(plan.mesh, step), donate_argnums=(0,) if donate else (), compiler_options=options
     )
@@ -208,7 +210,8 @@ def make_eval_step(
         >>> eval_step(state, batch)["loss"]
     """
 
-    view = make_view(plan, loss_over)
+    reader = ParamReader(plan) if plan.spills_params else None
+    view = make_view(plan, loss_over, reader)
 
     def step(state: TrainState, batch: Any) -> dict[str, Any]:
         carried = state.model_state
@@ -218,7 +221,7 @@ def make_eval_step(
         return {"loss": loss, **({"aux": aux} if jax.tree.leaves(aux) else {})}
 
     jitted = jax.jit(traced_on(plan.mesh, step))
-    return without_files(jitted) if plan.spills else jitted
+    return WithoutFiles(jitted, plan, reader) if plan.spills else jitted
 
 
 class Clipped(NamedTuple):

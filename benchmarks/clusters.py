@@ -193,7 +193,7 @@ def compile_zeroj(
     step = zj.make_train_step(
         make_loss(shape), tx, plan, clip_norm=CLIP_NORM, offload_activations=offload_activations
     )
-    batch = shape.batch(mesh, plan.zero_axes)
+    batch = shape.batch(plan.mesh, plan.zero_axes)
     found = target.compile(step, zj.abstract_state(tx, plan), batch, profile=profile)
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(batch)) // plan.degree
     return Compiled(shape, plan, held, found)

@@ -63,6 +63,7 @@ def parse_args() -> argparse.Namespace:
     add("--lora-alpha", type=float, default=16.0)
     add("--lora-targets", nargs="+", default=["q_proj", "v_proj"], choices=llama.PROJECTIONS)
     add("--checkpointing", action="store_true", help="recompute layers in the backward pass")
+    add("--scan", action="store_true", help="run the layers as one stack: one of them is compiled")
     add("--save-steps", type=int, default=100)
     add("--resume", action="store_true", help="go on from the newest checkpoint under --out")
     add("--prompt", help="what to continue at the end; left out, the beginning of the first held back text")
@@ -77,6 +78,7 @@ def make_model(args: argparse.Namespace) -> llama.Llama:
         "lora_rank": args.lora_rank,
         "lora_alpha": args.lora_alpha,
         "lora_targets": tuple(args.lora_targets),
+        "scan": args.scan,
     }
     if args.tiny:
         return llama.Llama(dataclasses.replace(TINY, **adapters), nnx.Rngs(0))
@@ -140,12 +142,7 @@ def main() -> int:
         lora.save_adapter(trainer, args.out / "adapter", str(args.model or ""))
         lora.merge(trainer)
     files = trainer.save_model(args.out / "model", only=lambda path: not lora.is_adapter(path, None))
-    prompt = (
-        tokens.encode([(args.prompt, False)], tokenizer, 10**6) if args.prompt else trainer.eval_dataset[0]
-    )
-    start = (
-        prompt["input_ids"][:-1] if args.prompt else prompt["input_ids"][: len(prompt["input_ids"]) // 2 + 1]
-    )
+    start = tokens.question(args.prompt, trainer.eval_dataset[0], tokenizer)
     text = trainer.generate([start], max_new_tokens=48, eos_token_id=tokenizer.eos)[0]
     if trainer.is_world_process_zero():
         print(f"sample: {tokenizer.decode(start)!r} -> {tokenizer.decode(text[len(start) :])!r}")

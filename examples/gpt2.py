@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from llama import attend
+from llama import attend_cached
 
 import zeroj as zj
 
@@ -103,10 +103,11 @@ class Attention(nnx.Module):
         self.c_attn = Linear(c.n_embd, 3 * c.n_embd, rngs)
         self.c_proj = Linear(c.n_embd, c.n_embd, rngs)
 
-    def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
+    def __call__(self, x: jax.Array, mask: Any, positions: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
         b, t, d = x.shape
         q, k, v = (y.reshape(b, t, self.heads, -1) for y in jnp.split(self.c_attn(x), 3, axis=-1))
-        return self.c_proj(attend(q, k, v, mask).reshape(b, t, d))
+        y, cache = attend_cached(q, k, v, mask, positions, cache)
+        return self.c_proj(y.reshape(b, t, d)), cache
 
 
 class MLP(nnx.Module):
@@ -127,9 +128,10 @@ class Layer(nnx.Module):
         self.ln_1, self.attn = LayerNorm(c.n_embd, c.layer_norm_epsilon), Attention(c, rngs)
         self.ln_2, self.mlp = LayerNorm(c.n_embd, c.layer_norm_epsilon), MLP(c, rngs)
 
-    def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
-        x = x + self.attn(self.ln_1(x), mask)
-        return x + self.mlp(self.ln_2(x))
+    def __call__(self, x: jax.Array, mask: Any, positions: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+        y, cache = self.attn(self.ln_1(x), mask, positions, cache)
+        x = x + y
+        return x + self.mlp(self.ln_2(x)), cache
 
 
 class Decoder(nnx.Module):
@@ -141,17 +143,23 @@ class Decoder(nnx.Module):
         self.ln_f = LayerNorm(c.n_embd, c.layer_norm_epsilon)
         self.remat = False
 
-    def __call__(self, ids: jax.Array, mask: jax.Array | None, positions: jax.Array) -> jax.Array:
+    def __call__(self, ids: jax.Array, mask: Any, positions: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
         x = self.wte.weight[...][ids] + self.wpe.weight[...][positions]
-        for layer in self.h:
+        kept = []
+        for index, layer in enumerate(self.h):
             definition, params = nnx.split(layer)
-            run = lambda params, x, definition=definition: nnx.merge(definition, params)(x, mask)  # noqa: E731
-            x = (jax.checkpoint(run) if self.remat else run)(params, x)
-        return self.ln_f(x)
+
+            def run(params: Any, x: jax.Array, cache: Any, definition: Any = definition) -> Any:
+                return nnx.merge(definition, params)(x, mask, positions, cache)
+
+            own = cache[index] if isinstance(cache, list) else cache
+            x, own = (jax.checkpoint(run) if self.remat and cache is None else run)(params, x, own)
+            kept.append(own)
+        return self.ln_f(x), kept
 
 
 class GPT2(nnx.Module):
-    """Token ids (B, T) to logits (B, T, vocabulary); the head is the token table."""
+    """Token ids (B, T) to logits (B, T, vocabulary); the head is the token table. ``cache`` as in llama.py."""
 
     loss_type = "ForCausalLM"
 
@@ -163,9 +171,12 @@ class GPT2(nnx.Module):
         input_ids: jax.Array,
         attention_mask: jax.Array | None = None,
         position_ids: jax.Array | None = None,
-    ) -> jax.Array:
-        positions = jnp.arange(input_ids.shape[1]) if position_ids is None else position_ids
-        return self.transformer(input_ids, attention_mask, positions) @ self.transformer.wte.weight[...].T
+        cache: Any = None,
+    ) -> Any:
+        positions = jnp.arange(input_ids.shape[1])[None] if position_ids is None else position_ids
+        x, kept = self.transformer(input_ids, attention_mask, positions, cache)
+        logits = x @ self.transformer.wte.weight[...].T
+        return logits if cache is None else {"logits": logits, "cache": kept}
 
     def gradient_checkpointing_enable(self) -> None:
         """Recompute each layer in the backward pass."""

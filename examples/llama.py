@@ -5,119 +5,28 @@
 
 Attributes are named as the tensors in the files, and weights lie as PyTorch keeps them, (out, in), so a
 file is loaded and saved slice by slice without a transposition. Grouped-query attention, rotary positions with
-Llama 3's and linear scaling, tied embeddings, biases of q, k and v (Qwen2), LoRA on any projection.
+Llama 3's and linear scaling, tied embeddings, biases of q, k and v (Qwen2), LoRA on any projection. With ``scan`` the
+layers are one stack, compiled once; it is read from the same files and written to them.
 
 Shapes in comments: B batch, T positions, D width, H heads, K key/value heads, E width of a head.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import json
 import math
 import pathlib
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from llama_config import LlamaConfig
 
 import zeroj as zj
 
-KINDS = ("llama", "mistral", "qwen2")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-@dataclasses.dataclass(frozen=True)
-class LlamaConfig:
-    """The shape of the model, by the names of config.json.
-
-    Args:
-        num_key_value_heads: None for as many as heads.
-        head_dim: None for hidden_size / num_attention_heads.
-        rope_scaling: None, or {"rope_type": "llama3" | "linear", "factor": ..., ...}.
-        qkv_bias: whether q, k and v have biases, as in Qwen2; o has one only by ``attention_bias``.
-        lora_rank: rank of the adapters; 0 for none.
-        lora_alpha: what ``B @ A`` is multiplied by, times the rank.
-        lora_targets: projections that have adapters.
-        raw: the file's own dict, from which a saved config.json is made.
-    """
-
-    vocab_size: int = 32000
-    hidden_size: int = 4096
-    intermediate_size: int = 11008
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    max_position_embeddings: int = 2048
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: Mapping[str, Any] | None = None
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    qkv_bias: bool = False
-    mlp_bias: bool = False
-    model_type: str = "llama"
-    lora_rank: int = 0
-    lora_alpha: float = 16.0
-    lora_targets: tuple[str, ...] = ("q_proj", "v_proj")
-    raw: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any], **changes: Any) -> LlamaConfig:
-        """Reads a config.json; refuses what this file does not compute."""
-        rope = dict(data.get("rope_parameters") or data.get("rope_scaling") or {})
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        faults = [
-            text
-            for text, wrong in (
-                (
-                    f"model_type {data.get('model_type')!r} is none of {KINDS}",
-                    data.get("model_type") not in KINDS,
-                ),
-                (f"hidden_act {data.get('hidden_act')!r}", data.get("hidden_act", "silu") != "silu"),
-                (f"rope type {kind!r}", kind not in ("default", "linear", "llama3")),
-                ("use_sliding_window", bool(data.get("use_sliding_window"))),
-                ("sliding_window", data.get("model_type") == "mistral" and bool(data.get("sliding_window"))),
-            )
-            if wrong
-        ]
-        if faults:
-            raise ValueError("This config.json asks for what llama.py does not compute: " + "; ".join(faults))
-        known = {field.name for field in dataclasses.fields(cls)} - {"raw", "rope_scaling", "rope_theta"}
-        values: dict[str, Any] = {name: value for name, value in data.items() if name in known}
-        values |= {
-            "rope_theta": float(rope.get("rope_theta", data.get("rope_theta", 10000.0))),
-            "rope_scaling": None if kind == "default" else rope | {"rope_type": kind},
-            "qkv_bias": data["model_type"] == "qwen2" or bool(data.get("attention_bias")),
-            "raw": dict(data),
-        }
-        return cls(**(values | changes))
-
-    def to_dict(self) -> dict[str, Any]:
-        """What config.json holds: the file's own keys, or all of them for a model made here."""
-        own = dataclasses.asdict(self)
-        for name in ("raw", "qkv_bias", "lora_rank", "lora_alpha", "lora_targets", "rope_scaling"):
-            del own[name]
-        name = "Qwen2" if self.model_type == "qwen2" else self.model_type.capitalize()
-        own |= {"architectures": [f"{name}ForCausalLM"], "hidden_act": "silu", "head_dim": self.width_of_head}
-        own["num_key_value_heads"] = self.key_value_heads
-        own["rope_parameters"] = {
-            "rope_type": "default",
-            **(self.rope_scaling or {}),
-            "rope_theta": self.rope_theta,
-        }
-        return own | dict(self.raw)
-
-    @property
-    def key_value_heads(self) -> int:
-        return self.num_key_value_heads or self.num_attention_heads
-
-    @property
-    def width_of_head(self) -> int:
-        return self.head_dim or self.hidden_size // self.num_attention_heads
 
 
 class Linear(nnx.Module):
@@ -174,10 +83,12 @@ class Attention(nnx.Module):
         self.o_proj = Linear(c, "o_proj", heads * width, c.hidden_size, c.attention_bias, rngs)
         self.width = width
 
-    def __call__(self, x: jax.Array, turn: tuple[jax.Array, jax.Array], mask: jax.Array | None) -> jax.Array:
+    def __call__(self, x: jax.Array, seen: Seen, cache: Any = None) -> tuple[jax.Array, Any]:
         b, t, _ = x.shape
         q, k, v = (p(x).reshape(b, t, -1, self.width) for p in (self.q_proj, self.k_proj, self.v_proj))
-        return self.o_proj(attend(rotated(q, turn), rotated(k, turn), v, mask).reshape(b, t, -1))
+        q, k = rotated(q, seen.turn), rotated(k, seen.turn)
+        y, cache = attend_cached(q, k, v, seen.mask, seen.positions, cache)
+        return self.o_proj(y.reshape(b, t, -1)), cache
 
 
 class MLP(nnx.Module):
@@ -201,9 +112,10 @@ class Layer(nnx.Module):
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
 
-    def __call__(self, x: jax.Array, turn: Any, mask: jax.Array | None) -> jax.Array:
-        x = x + self.self_attn(self.input_layernorm(x), turn, mask)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def __call__(self, x: jax.Array, seen: Seen, cache: Any = None) -> tuple[jax.Array, Any]:
+        y, cache = self.self_attn(self.input_layernorm(x), seen, cache)
+        x = x + y
+        return x + self.mlp(self.post_attention_layernorm(x)), cache
 
 
 class Decoder(nnx.Module):
@@ -211,22 +123,60 @@ class Decoder(nnx.Module):
 
     def __init__(self, c: LlamaConfig, rngs: nnx.Rngs) -> None:
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, rngs)
-        self.layers = nnx.List([Layer(c, rngs) for _ in range(c.num_hidden_layers)])
+        self.layers = _layers(c, rngs)
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.remat = False
 
-    def __call__(self, input_ids: jax.Array, turn: Any, mask: jax.Array | None) -> jax.Array:
+    def __call__(self, input_ids: jax.Array, seen: Seen, cache: Any = None) -> tuple[jax.Array, Any]:
         x = self.embed_tokens.weight[...][input_ids]
-        turn = jax.tree.map(lambda part: part.astype(x.dtype), turn)
-        for layer in self.layers:
+        seen = seen._replace(turn=jax.tree.map(lambda part: part.astype(x.dtype), seen.turn))
+        x, kept = self.run(x, seen, cache)
+        return self.norm(x), kept
+
+    def run(self, x: jax.Array, seen: Seen, cache: Any) -> tuple[jax.Array, Any]:
+        """All layers, one after the other, or by a scan over their stack."""
+        keep = jax.checkpoint if self.remat and cache is None else lambda run: run
+        if isinstance(self.layers, Layer):
+            definition, stacked = nnx.split(self.layers)
+
+            def step(x: jax.Array, layer: tuple[Any, Any]) -> tuple[jax.Array, Any]:
+                params, own = layer
+                own = own if isinstance(cache, tuple) else cache
+                return keep(functools.partial(_layer, definition, seen, own))(params, x)
+
+            return jax.lax.scan(step, x, (stacked, cache if isinstance(cache, tuple) else None))
+        kept = []
+        for index, layer in enumerate(self.layers):
             definition, params = nnx.split(layer)
-            run = lambda params, x, definition=definition: nnx.merge(definition, params)(x, turn, mask)  # noqa: E731
-            x = (jax.checkpoint(run) if self.remat else run)(params, x)
-        return self.norm(x)
+            own = cache[index] if isinstance(cache, list) else cache
+            x, own = keep(functools.partial(_layer, definition, seen, own))(params, x)
+            kept.append(own)
+        return x, kept
+
+
+def _layer(definition: Any, seen: Seen, cache: Any, params: Any, x: jax.Array) -> tuple[jax.Array, Any]:
+    return nnx.merge(definition, params)(x, seen, cache)
+
+
+def _layers(c: LlamaConfig, rngs: nnx.Rngs) -> Any:
+    """A list of layers, or one whose params have a leading dim of all layers."""
+    if not c.scan:
+        return nnx.List([Layer(c, rngs) for _ in range(c.num_hidden_layers)])
+
+    @nnx.split_rngs(splits=c.num_hidden_layers)
+    @nnx.vmap(in_axes=(0,), out_axes=0)
+    def make(rngs: nnx.Rngs) -> Layer:
+        return Layer(c, rngs)
+
+    return make(rngs)
 
 
 class Llama(nnx.Module):
-    """Token ids (B, T) to logits (B, T, vocabulary)."""
+    """Token ids (B, T) to logits (B, T, vocabulary).
+
+    To continue texts, first the whole prompts with ``cache``, the number of positions to keep room for: a dict of
+    logits and the cache. Then one token a row, its ``position_ids`` (B, 1), and the cache.
+    """
 
     loss_type = "ForCausalLM"
 
@@ -241,36 +191,77 @@ class Llama(nnx.Module):
         input_ids: jax.Array,
         attention_mask: jax.Array | None = None,
         position_ids: jax.Array | None = None,
-    ) -> jax.Array:
+        cache: Any = None,
+    ) -> Any:
         positions = jnp.arange(input_ids.shape[1])[None] if position_ids is None else position_ids
-        x = self.model(input_ids, angles(self.config, positions), attention_mask)
-        return (
-            x @ self.model.embed_tokens.weight[...].T if self.config.tie_word_embeddings else self.lm_head(x)
-        )
+        seen = Seen(angles(self.config, positions), attention_mask, positions)
+        x, kept = self.model(input_ids, seen, cache)
+        tied = self.config.tie_word_embeddings
+        logits = x @ self.model.embed_tokens.weight[...].T if tied else self.lm_head(x)
+        return logits if cache is None else {"logits": logits, "cache": kept}
 
     def gradient_checkpointing_enable(self) -> None:
         """Recompute each layer in the backward pass."""
         self.model.remat = True
 
-    @staticmethod
-    def tensor_name(path: str) -> str:
-        """A leaf's name in the files."""
-        return path.removesuffix("/value").replace("/", ".")
+    def tensor_name(self, path: str) -> str | list[str]:
+        """A leaf's name in the files; of a stack the name for each layer."""
+        return tensor_name(self.config, path)
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> jax.Array:
-    """Causal attention of q (B, T, H, E) over k and v (B, T, K, E), with scores in fp32; (B, T, H, E).
+def tensor_name(config: LlamaConfig, path: str) -> str | list[str]:
+    """See :meth:`Llama.tensor_name`."""
+    name = path.removesuffix("/value").replace("/", ".")
+    if config.scan and name.startswith("model.layers."):
+        return [name.replace("layers.", f"layers.{i}.", 1) for i in range(config.num_hidden_layers)]
+    return name
 
-    ``mask`` (B, T) has ones for the positions to look at; None for all.
+
+class Seen(NamedTuple):
+    """What attention goes by: the positions' turns, the mask (B, T) or None, and positions (B or 1, T)."""
+
+    turn: Any
+    mask: jax.Array | None
+    positions: jax.Array
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
+    """Attention of q (B, T, H, E) over k and v (B, S, K, E), with scores in fp32; (B, T, H, E).
+
+    ``seen`` (B or 1, T, S) says which positions each one looks at.
     """
     b, t, h, e = q.shape
     groups = q.reshape(b, t, k.shape[2], -1, e)
     scores = jnp.einsum("btkge,bske->bkgts", groups, k, preferred_element_type=jnp.float32) / math.sqrt(e)
-    seen = jnp.tril(jnp.ones((t, t), bool))[None]
-    seen = seen if mask is None else seen & mask[:, None, :].astype(bool)
     scores = jnp.where(seen[:, None, None], scores, jnp.finfo(jnp.float32).min)
     shares = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     return jnp.einsum("bkgts,bske->btkge", shares, v).reshape(b, t, h, e)
+
+
+def attend_cached(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, positions: jax.Array, cache: Any
+) -> tuple[jax.Array, Any]:
+    """Causal attention, and the keys and values to keep.
+
+    Args:
+        q: queries (B, T, H, E); k and v (B, T, K, E) are those of the same positions.
+        k: keys.
+        v: values.
+        mask: (B, T), ones for the positions to look at; None for all.
+        positions: (B or 1, T).
+        cache: None for nothing; a number of positions to keep room for, where the prompts begin; or keys and
+            values (B, S, K, E) so far, where T is 1.
+    """
+    if isinstance(cache, tuple):
+        places = jnp.arange(cache[0].shape[1])
+        here = (places == positions)[:, :, None, None]  # a select, which every device does for its own rows
+        k, v = (jnp.where(here, new, old) for new, old in zip((k, v), cache, strict=True))
+        return attend(q, k, v, places <= positions[..., None]), (k, v)
+    t = q.shape[1]
+    seen = jnp.tril(jnp.ones((t, t), bool))[None]
+    y = attend(q, k, v, seen if mask is None else seen & mask[:, None, :].astype(bool))
+    room = None if cache is None else ((0, 0), (0, cache - t), (0, 0), (0, 0))
+    return y, None if room is None else (jnp.pad(k, room), jnp.pad(v, room))
 
 
 def angles(config: LlamaConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -310,14 +301,14 @@ def from_pretrained(folder: str | pathlib.Path, dtype: Any = None, **changes: An
     Args:
         folder: with config.json and safetensors, whole or with an index.
         dtype: dtype of the params; left out, the files'. The cast is made slice by slice.
-        **changes: fields of the config to change, such as ``lora_rank=8``; adapters start anew.
+        **changes: fields of the config to change, such as ``lora_rank=8`` (adapters start anew) or ``scan=True``.
     """
     folder = pathlib.Path(folder)
     config = LlamaConfig.from_dict(json.loads((folder / "config.json").read_text()), **changes)
     return zj.load_module(
         folder,
         lambda: Llama(config, nnx.Rngs(0)),
-        names=Llama.tensor_name,
+        names=functools.partial(tensor_name, config),
         dtype=dtype,
         fresh=lambda path: "lora_" in path,
     )

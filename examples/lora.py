@@ -14,16 +14,22 @@ def is_adapter(path: str, leaf: Any) -> bool:
     return "lora_" in path
 
 
-def peft_name(path: str) -> str:
-    """The name of an adapter's tensor in the files of the package peft."""
-    parts = path.removesuffix("/value").split("/")
-    return ".".join(["base_model", "model", *parts, "weight"])
+def peft_name(name: str | list[str]) -> str | list[str]:
+    """The name of an adapter's tensor in the files of the package peft, from that in the model's own files."""
+    if isinstance(name, list):
+        return [f"base_model.model.{part}.weight" for part in name]
+    return f"base_model.model.{name}.weight"
 
 
 def save_adapter(trainer: zj.Trainer, folder: pathlib.Path, base: str) -> None:
     """Writes the adapters alone, as peft keeps them. Every process must call it."""
+    own = trainer.model.source.tensor_name
     files = zj.export_safetensors(
-        trainer.engine.state, folder, plan=trainer.engine.plan, frozen=False, names=peft_name
+        trainer.engine.state,
+        folder,
+        plan=trainer.engine.plan,
+        frozen=False,
+        names=lambda path: peft_name(own(path)),
     )
     if trainer.is_world_process_zero():
         files[0].replace(folder / "adapter_model.safetensors")

@@ -5,6 +5,8 @@ A line of the JSONL file is one of
     {"text": "..."}                                          every token is learnt
     {"prompt": "...", "completion": "..."}                   the completion alone is learnt
     {"messages": [{"role": "user", "content": "..."}, ...]}  what the assistant says is learnt
+
+A chat is written by the folder's own chat template, or for bytes as ``<|role|>`` and a line for each message.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
+from chat import chat_template_of
+
 IGNORED = -100
 
 
@@ -22,6 +26,7 @@ class Bytes:
 
     vocab_size, bos, eos = 258, 256, 257
     pad_token_id = 0
+    plain_chats, chat = True, None
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -48,6 +53,14 @@ class FromFolder:
         pad = _first(config.get("pad_token_id"))
         self.pad_token_id = pad if pad is not None else self.eos or 0
         self.vocab_size = self.inner.get_vocab_size()
+        self.chat = chat_template_of(folder)
+
+    plain_chats = False
+
+    def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Tokens, and where in the text each of them stands."""
+        found = self.inner.encode(text, add_special_tokens=False)
+        return list(found.ids), list(found.offsets)
 
     def encode(self, text: str) -> list[int]:
         return list(self.inner.encode(text, add_special_tokens=False).ids)
@@ -57,7 +70,7 @@ class FromFolder:
 
     def save_pretrained(self, folder: str) -> None:
         """Copies the tokenizer's files."""
-        for path in self.folder.glob("*token*.json"):
+        for path in [*self.folder.glob("*token*.json"), *self.folder.glob("chat_template*")]:
             (pathlib.Path(folder) / path.name).write_bytes(path.read_bytes())
 
 
@@ -77,11 +90,35 @@ def read_jsonl(file: pathlib.Path, tokenizer: Any, longest: int) -> list[dict[st
         if not line.strip():
             continue
         try:
-            pieces = list(parts(json.loads(line)))
+            found.append(example(json.loads(line), tokenizer, longest))
         except (ValueError, KeyError, TypeError) as error:
             raise SystemExit(f"{file}, line {number}: {error}") from error
-        found.append(encode(pieces, tokenizer, longest))
     return found
+
+
+def example(line: Any, tokenizer: Any, longest: int) -> dict[str, list[int]]:
+    """One line as token ids and labels."""
+    if isinstance(line, dict) and "messages" in line and not tokenizer.plain_chats:
+        return encode_chat(line["messages"], tokenizer, longest)
+    return encode(list(parts(line)), tokenizer, longest)
+
+
+def encode_chat(messages: Any, tokenizer: Any, longest: int) -> dict[str, list[int]]:
+    """A chat by the tokenizer's template; what the assistant does not say is IGNORED in the labels.
+
+    Raises:
+        ValueError: the folder has no template, or it does not take these messages.
+    """
+    if tokenizer.chat is None:
+        raise ValueError(
+            f'{tokenizer.folder} has no chat template, which "messages" need: put one into chat_template.jinja or '
+            'tokenizer_config.json (a base model has none; its "-Instruct" kin has), or give "prompt" and "completion"'
+        )
+    text, spans = tokenizer.chat.learnt(messages)
+    ids, places = tokenizer.encode_spans(text)
+    says = [any(a <= start < b for a, b in spans) for start, _ in places]
+    labels = [token if learnt else IGNORED for token, learnt in zip(ids, says, strict=True)]
+    return {"input_ids": ids[:longest], "labels": labels[:longest]}
 
 
 def parts(line: Any) -> Iterator[tuple[str, bool]]:
@@ -113,6 +150,18 @@ def encode(pieces: list[tuple[str, bool]], tokenizer: Any, longest: int) -> dict
         ids.append(tokenizer.eos)
         labels.append(tokenizer.eos if pieces[-1][1] else IGNORED)
     return {"input_ids": ids[:longest], "labels": labels[:longest]}
+
+
+def question(prompt: str | None, row: dict[str, list[int]], tokenizer: Any) -> list[int]:
+    """What to continue: a prompt, as a chat where the tokenizer has a template; or a row up to what is learnt of it."""
+    if prompt is not None and tokenizer.chat is not None:
+        chat = [{"role": "user", "content": prompt}]
+        return list(tokenizer.encode_spans(tokenizer.chat.render(chat, answer=True))[0])
+    if prompt is not None:
+        return ([tokenizer.bos] if tokenizer.bos is not None else []) + tokenizer.encode(prompt)
+    ids, labels = row["input_ids"], row["labels"]
+    asked = next((i for i, label in enumerate(labels) if label != IGNORED), 0)
+    return ids[:asked] if asked > 1 else ids[: len(ids) // 2 + 1]
 
 
 def _first(value: Any) -> int | None:

@@ -29,6 +29,7 @@ BESIDE = {
 }
 PRIVATE_JAX = ("jax._src", "jax.core", "jax.extend", "jax.interpreters", "jaxlib")
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 350, 60
+MAX_COMPAT_LINES = 450
 MAX_TEST_LINES = 500  # a table of cases may be long
 
 # A path below somebody's home or a working folder of one machine; "/home/me" and the like are nobody's.
@@ -146,6 +147,8 @@ def test_files_are_short_and_say_what_they_are(path: pathlib.Path) -> None:
     source = path.read_text()
     assert not source or ast.get_docstring(ast.parse(source)), f"{relative(path)} has no docstring"
     lines, limit = source.count("\n"), MAX_TEST_LINES if "tests" in path.parts else MAX_FILE_LINES
+    if path == PACKAGE / "_compat.py":  # all that is private to JAX has to be there, whatever it is about
+        limit = MAX_COMPAT_LINES
     assert lines <= limit, f"{relative(path)} has {lines} lines: one idea a file, {limit} at most"
 
 

@@ -25,6 +25,8 @@ pytestmark = pytest.mark.slow  # four compiles of some seconds
 
 SMALL = clusters.Shape(layers=4, width=256, vocab=0, sequence=128)
 MATRICES, NORMS = 4, 2
+#: The part of a layer in the last bucket of gathers: its "down", 4 of 12 width^2.
+LAST = 1 / 3
 FORMULA = {1: 2.0, 2: 2.0, 3: 3.0}
 
 
@@ -39,9 +41,11 @@ CASES = [(1, False), (2, True), (3, True), (3, False)]
 
 @pytest.mark.parametrize(("stage", "scan"), CASES)
 def test_bytes_on_the_wire_are_the_formula(stage: int, scan: bool) -> None:
+    """But for the last bucket, unrolled: it is at hand where the forward pass turns into the backward pass."""
     case = compiled(stage, scan)
-    assert case.units() == pytest.approx(FORMULA[stage], rel=5e-3)
-    assert case.units("all-gather") == pytest.approx(FORMULA[stage] - 1, rel=5e-3)
+    spared = LAST / SMALL.layers if stage == 3 and not scan else 0
+    assert case.units() == pytest.approx(FORMULA[stage] - spared, rel=5e-3)
+    assert case.units("all-gather") == pytest.approx(FORMULA[stage] - 1 - spared, rel=5e-3)
     assert case.units("reduce-scatter") == pytest.approx(1, rel=5e-3)
 
 
@@ -66,12 +70,12 @@ def test_no_gradient_that_is_sharded_is_all_reduced(stage: int, scan: bool) -> N
 
 @pytest.mark.parametrize("scan", [True, False])
 def test_stage_3_gathers_each_matrix_once_forward_and_once_backward(scan: bool) -> None:
-    """By payload, as XLA may combine collectives: one layer's matrices, once a pass."""
+    """By payload, as XLA may combine collectives: one layer's matrices, once a pass; the last bucket once."""
     rows = compiled(3, scan).report.collectives
     layer = 2 * 12 * SMALL.width**2
     gathered = sum(r.payload * r.times for r in rows if r.op == "all-gather")
     scattered = sum(r.payload * r.times for r in rows if r.op == "reduce-scatter")
-    assert gathered == 2 * SMALL.layers * layer
+    assert gathered == 2 * SMALL.layers * layer - (0 if scan else round(LAST * layer))
     assert scattered == SMALL.layers * layer
     assert sum(r.times for r in rows if r.op == "all-gather") <= 2 * SMALL.layers * MATRICES
 

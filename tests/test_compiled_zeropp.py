@@ -19,13 +19,15 @@ pytestmark = pytest.mark.slow  # compiles of ten seconds and more
 SHAPE = clusters.Shape(layers=8, width=512, vocab=0, sequence=128)
 HPZ = {"zero_hpz_partition_size": 8}
 QWZ, QGZ = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
+FORMS: dict[str, Any] = {"plain": {}, "hpZ": HPZ, "qwZ": QWZ, "all": HPZ | QWZ | QGZ}
+FORMS["LoCo"] = FORMS["all"] | {"zeropp_loco_param": {}}
 WEIGHTS = 2 * 12 * SHAPE.width**2 * SHAPE.layers
 """Bytes of all matrices in bf16."""
 
 
 @functools.cache
 def compiled(form: str) -> clusters.Compiled:
-    zero: dict[str, Any] = {"plain": {}, "hpZ": HPZ, "qwZ": QWZ, "all": HPZ | QWZ | QGZ}[form]
+    zero: dict[str, Any] = FORMS[form]
     # The norms' scales stay whole, so that what is gathered is the matrices alone.
     return clusters.compile_zeroj(SHAPE, 3, nodes=8, stage3_param_persistence_threshold=4096, **zero)
 
@@ -96,3 +98,35 @@ def test_it_keeps_the_lookahead_of_plain_gathers(form: str) -> None:
     """Every gather is asynchronous, as at plain stage 3."""
     assert all(c.asynchronous for c in [*large("plain", "all-gather"), *large(form, "all-gather")])
     assert all(c.asynchronous for c in large(form, "all-to-all"))
+
+
+@pytest.mark.full
+def test_mics_sends_the_part_of_a_node_when_it_gathers_over_nodes_first() -> None:
+    """Two groups of two nodes: each device fetches an eighth of the other node's half, not all of it."""
+    mics = {"mics_shard_size": 16, "stage3_param_persistence_threshold": 4096}
+    flat, first = (
+        clusters.compile_zeroj(SHAPE, 3, nodes=4, mics_hierarchical_params_gather=flag, **mics)
+        for flag in (False, True)
+    )
+    rows = [
+        [c for c in form.report.collectives if c.op == "all-gather" and c.payload > 2**14]
+        for form in (flat, first)
+    ]
+    assert {(c.group_size, c.nodes) for c in rows[0]} == {(16, 2)}
+    assert {(c.group_size, c.nodes) for c in rows[1]} == {(2, 2), (8, 1)}
+    assert payload([c for c in rows[1] if c.reach == "inter"]) == 2 * WEIGHTS // 8
+    assert payload([c for c in rows[1] if c.reach == "intra"]) == payload(rows[0]) == 2 * WEIGHTS
+    across = [sum(c.across_nodes for c in found) for found in rows]
+    assert across[1] == pytest.approx(2 * WEIGHTS / 8 / 2, rel=1e-3) and across[1] < across[0], across
+
+
+@pytest.mark.full
+def test_loco_sends_no_more_and_keeps_its_errors_in_place() -> None:
+    """The buffers are arguments, updated where they lie: no second copy, and every collective is asynchronous."""
+    assert across("LoCo") == across("all")
+    assert all(c.asynchronous for c in large("LoCo", "all-to-all"))
+    planned = compiled("LoCo").plan.memory().device["errors"]
+    assert planned == pytest.approx(WEIGHTS * (1 + 1 / 8), rel=1e-3)
+    plain, fed = compiled("all").report.device, compiled("LoCo").report.device
+    assert fed.arguments - plain.arguments == pytest.approx(planned, rel=1e-3)
+    assert fed.temporary - plain.temporary < planned / SHAPE.layers

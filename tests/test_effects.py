@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import json
-import re
 from typing import Any
 
 import jax
@@ -18,12 +17,12 @@ import zeroj as zj
 from tests import oracle
 from tests.config import keys
 from zeroj.config.old import put
-from zeroj.engine import SUPPORTED
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 HONOURED = [key for key in keys.all_keys() if key.row.status == "honoured" and not key.is_section]
 FP16 = {"fp16.enabled": True}
 SHARDED = {"zero_optimization.stage": 3, "zero_optimization.stage3_param_persistence_threshold": 0}
+QUANTISED = {**SHARDED, "zero_optimization.zero_quantized_gradients": True}
 BF16 = {"bf16.enabled": True, "zero_optimization.stage": 2}
 HOST = {**SHARDED, "zero_optimization.offload_optimizer.device": "cpu"}
 PIECES = {**HOST, "zero_optimization.sub_group_size": 64}
@@ -67,15 +66,18 @@ STEP: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "zero_optimization.zero_hpz_partition_size": (SHARDED, 1, 4),
     "zero_optimization.zero_quantized_weights": (SHARDED, False, True),
     "zero_optimization.zero_quantized_gradients": (SHARDED, False, True),
-    "zero_optimization.zero_quantized_gradients_bits": (
-        {**SHARDED, "zero_optimization.zero_quantized_gradients": True},
-        4,
-        8,
-    ),
+    "zero_optimization.zero_quantized_gradients_bits": (QUANTISED, 4, 8),
+    "zero_optimization.zeropp_loco_param.err_beta": (QUANTISED, 0.8, 0.5),
+    "zero_optimization.zeropp_loco_param.reset_T": (QUANTISED, 1024, 7),
     "zero_optimization.mics_shard_size": (SHARDED, -1, 4),
+    "zero_optimization.mics_hierarchical_params_gather": (
+        {**SHARDED, "zero_optimization.mics_shard_size": 8},
+        False,
+        True,
+    ),
 }
 #: Those that need large leaves, or several nodes, to do anything.
-LARGE = ("zero_hpz", "zero_quantized", "mics", "offload", "sub_group")
+LARGE = ("zero_hpz", "zeropp", "zero_quantized", "mics", "offload", "sub_group")
 
 #: type -> its params, and another value for each: the rate or what the optimizer makes of it is not the same.
 RATES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -121,8 +123,15 @@ ELSEWHERE = {
     "zero_optimization.offload_optimizer.verify": "tests.config.test_spill.test_each_key_reaches_the_plan",
     "zero_optimization.offload_optimizer.pipeline_read": "tests.config.test_spill.test_each_key_reaches_the_plan",
     "zero_optimization.offload_optimizer.pipeline_write": "tests.config.test_spill.test_each_key_reaches_the_plan",
+    "zero_optimization.offload_param.nvme_path": "tests.config.test_spill.test_keys_of_params_reach_the_plan",
+    "zero_optimization.offload_param.max_in_cpu": "tests.step.test_spilled_params.test_what_is_kept_in_host_memory",
+    "zero_optimization.offload_param.buffer_count": "tests.config.test_spill.test_keys_of_params_reach_the_plan",
+    "zero_optimization.offload_param.buffer_size": "tests.config.test_spill.test_keys_of_params_reach_the_plan",
     "activation_checkpointing.cpu_checkpointing": "tests.gather.test_residuals.test_the_key_moves_activations",
     "aio": "tests.config.test_spill.test_each_key_reaches_the_plan",
+    "zero_optimization.zero_quantized_nontrainable_weights": (
+        "tests.gather.test_frozen.test_what_is_stored_and_gathered_is_int8"
+    ),
     "train_batch_size": "tests.config.test_batch.test_inference",
     "train_micro_batch_size_per_gpu": "tests.config.test_batch.test_inference",
     "gradient_accumulation_steps": "tests.config.test_batch.test_inference",
@@ -141,16 +150,6 @@ ELSEWHERE = {
     "optimizer.params": "tests.config.test_optimizers.test_every_honoured_param_changes_the_trajectory",
 }
 
-#: Keys that are refused by name until the engine supports them.
-BY_NAME = {
-    "zero_optimization.offload_param.nvme_path": "offload_param:nvme",
-    "zero_optimization.offload_param.max_in_cpu": "offload_param:nvme",
-    "zero_optimization.offload_param.buffer_count": "offload_param:nvme",
-    "zero_optimization.zero_quantized_nontrainable_weights": "zero++:nontrainable",
-    "zero_optimization.zeropp_loco_param": "zero++:loco",
-    "zero_optimization.mics_hierarchical_params_gather": "mics:hierarchical",
-}
-
 
 def owner(key: keys.Key, table: dict[str, Any]) -> str | None:
     """The entry of a table for a key, or for a section that it stands in."""
@@ -163,11 +162,11 @@ def test_every_honoured_key_is_seen_by_a_test() -> None:
     unseen = [
         str(key)
         for key in HONOURED
-        if str(key) not in rates and not any(owner(key, table) for table in (STEP, ELSEWHERE, BY_NAME))
+        if str(key) not in rates and not any(owner(key, table) for table in (STEP, ELSEWHERE))
     ]
     assert not unseen
     known = {str(key) for key in HONOURED} | {".".join(key.path[:n]) for key in HONOURED for n in (1, 2)}
-    assert {*STEP, *ELSEWHERE, *BY_NAME} <= known  # nothing here is out of date
+    assert {*STEP, *ELSEWHERE} <= known  # nothing here is out of date
     for path in set(ELSEWHERE.values()):
         module, _, function = path.rpartition(".")
         assert callable(getattr(importlib.import_module(module), function)), path
@@ -251,18 +250,3 @@ def test_a_key_changes_the_rate_or_where_it_leads(kind: str) -> None:
     for name, value in second.items():
         see = led_to if "mom" in name else rates
         assert not np.allclose(see(kind, first), see(kind, first | {name: value}), rtol=1e-6, atol=0), name
-
-
-@pytest.mark.parametrize("need", sorted(set(BY_NAME.values())))
-def test_what_is_not_supported_is_refused_by_name(need: str) -> None:
-    asked: dict[str, dict[str, Any]] = {
-        "offload_param:nvme": {"offload_param": {"device": "nvme", "nvme_path": "/x"}},
-        "zero++:nontrainable": {"zero_quantized_nontrainable_weights": True},
-        "zero++:loco": {"zero_quantized_gradients": True, "zeropp_loco_param": {}},
-        "mics:hierarchical": {"mics_shard_size": 4, "mics_hierarchical_params_gather": True},
-    }
-    data = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    config = zj.Config.load(data | {"zero_optimization": {"stage": 3, **asked[need]}})
-    assert need in config.needs() and need not in SUPPORTED
-    with pytest.raises(zj.ConfigError, match=f"- {re.escape(need)}"):
-        zj.initialize(lambda p, b: jnp.mean(p["w"]), {"w": np.ones(8, np.float32)}, config)

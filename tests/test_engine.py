@@ -158,15 +158,12 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> Non
 
 
 def test_what_the_engine_lacks_is_refused_by_name() -> None:
+    nvme = {"device": "nvme", "nvme_path": "/nowhere"}
     with pytest.raises(zj.ConfigError) as caught:
         toy_engine(
-            zero_optimization={
-                "stage": 3,
-                "offload_optimizer": {"device": "cpu"},
-                "zero_quantized_nontrainable_weights": True,
-            }
+            zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": nvme}
         )
-    assert "offload_optimizer:cpu" not in str(caught.value) and "zero++:nontrainable" in str(caught.value)
+    assert "offload_optimizer:cpu" not in str(caught.value) and "offload_param:nvme" in str(caught.value)
 
 
 def test_without_an_optimizer_it_says_where_to_name_one() -> None:

@@ -82,6 +82,12 @@ def source_line(eqn: Eqn) -> str:
     return source_info_util.summarize(eqn.source_info)
 
 
+def scope_of(eqn: Eqn) -> tuple[Any, ...]:
+    """The name scopes of an equation and the context that it is compiled in."""
+    metadata = tuple(sorted((eqn.ctx.xla_metadata or {}).items()))
+    return str(eqn.source_info.name_stack), eqn.ctx.compute_type, eqn.ctx.threefry_partitionable, metadata
+
+
 class ScanLayout(NamedTuple):
     """What one scan equation says, the same on every JAX version."""
 
@@ -296,17 +302,32 @@ def give_back_memory() -> None:
         trim(0)
 
 
+def compiled_count(jitted: Any) -> int:
+    """How many programs a jitted function has compiled, one for each kind of arguments; 0 where it cannot tell."""
+    count = getattr(jitted, "_cache_size", None)
+    return 0 if count is None else int(count())
+
+
 def is_tracer(value: Any) -> bool:
     """Whether ``value`` stands for an array in a program that is being traced, and so holds no data."""
     return isinstance(value, jax.core.Tracer)
 
 
 class ProcessesMissing(Exception):
-    """Not every process came to a barrier in time; ``missing`` are the indices of those that did not."""
+    """Not every process came to a barrier in time.
 
-    def __init__(self, missing: Sequence[int]) -> None:
+    Attributes:
+        missing: the indices of those that did not.
+        last: for each process that ever came to one, the name of the last.
+    """
+
+    def __init__(self, missing: Sequence[int], last: dict[int, str]) -> None:
         super().__init__(f"processes {list(missing)} never arrived")
-        self.missing = tuple(missing)
+        self.missing, self.last = tuple(missing), last
+
+
+#: Where each process keeps the name of the barrier that it came to last.
+_LAST = "zeroj:last"
 
 
 def wait_for_processes(name: str, seconds: int) -> None:
@@ -323,11 +344,15 @@ def wait_for_processes(name: str, seconds: int) -> None:
     if client is None or jax.process_count() == 1:
         return
     client.key_value_set(f"{name}/{jax.process_index()}", "here")
+    client.key_value_set(f"{_LAST}/{jax.process_index()}", name, allow_overwrite=True)
     try:
         client.wait_at_barrier(name, seconds * 1000)
     except jax.errors.JaxRuntimeError as error:
-        came = {int(key.rsplit("/", 1)[-1]) for key, _ in client.key_value_dir_get(f"{name}/")}
-        raise ProcessesMissing(sorted(set(range(jax.process_count())) - came)) from error
+        came, last = (
+            {int(key.rsplit("/", 1)[-1]): value for key, value in client.key_value_dir_get(f"{folder}/")}
+            for folder in (name, _LAST)
+        )
+        raise ProcessesMissing(sorted(set(range(jax.process_count())) - came.keys()), last) from error
 
 
 def cleaned_up(manager: Any) -> None:

@@ -18,6 +18,7 @@ from zeroj.config.scheduled import scheduled
 from zeroj.errors import ConfigError
 from zeroj.gather.gradients import value_and_grad
 from zeroj.gather.scanned import find_scanned
+from zeroj.monitor.recompile import CompileWatch
 from zeroj.monitor.run import RunMonitor
 from zeroj.plan.mesh import make_mesh, zero_axes_of
 from zeroj.plan.plan import SUPPORTED as plan_features
@@ -71,7 +72,7 @@ class Engine(Saves):
         self._step = self._step_of(batch_sizes.accumulation)
         self._eval = make_eval_step(loss_fn, plan)
         self.monitor = RunMonitor(config, plan)
-        self._overflow = OverflowWatch(plan)
+        self._overflow, self._compiles = OverflowWatch(plan), CompileWatch()
 
     def train_batch(self, batch: Any, *, accumulation_steps: int | None = None) -> dict[str, Any]:
         """One update on a global batch.
@@ -98,8 +99,10 @@ class Engine(Saves):
         with monitor.phase("transfer") as made:
             placed = made(self._prepare(batch, size))
         monitor.before_step(step, self.state, placed)
+        before = self.state
         with monitor.phase("step") as made:
-            self.state, self._metrics = made(step(self.state, placed))
+            self.state, self._metrics = made(step(before, placed))
+        self._compiles.called(step, before, placed, self.global_steps + 1)
         self._overflow.see(self._metrics)
         self.global_steps += 1
         self.global_samples += next(x.shape[0] for x in jax.tree.leaves(placed) if x.ndim)

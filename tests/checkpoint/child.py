@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import pathlib
-import resource
 import sys
 import time
 from typing import Any
@@ -119,7 +118,7 @@ def main() -> None:
             if opts.mode == "resume":
                 say(loss=metrics["loss"].item().hex(), step=i + 1)
         checkpoints.save(state, plan, extra, wait=True)
-        say(digest=digest(state, plan), peak=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+        say(digest=digest(state, plan))
     checkpoints.close()
 
 

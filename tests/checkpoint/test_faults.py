@@ -113,7 +113,12 @@ def test_a_process_that_never_arrives_is_named(tmp_path: pathlib.Path) -> None:
     processes[1].kill()
     processes[1].communicate()
     assert processes[0].returncode != 0
-    assert "save of step 0" in errors and "process 1 had not" in errors and "is collective" in errors
+    assert (
+        "save of step 0" in errors
+        and "process 1 (" in errors
+        and ") had not" in errors
+        and "is collective" in errors
+    )
 
 
 @pytest.fixture

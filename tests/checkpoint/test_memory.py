@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoint import loading
 from tests.checkpoint.processes import ROOT, free_port
 
 
@@ -60,3 +61,33 @@ def check(folder: pathlib.Path, megabytes: int, count: int, most: float) -> None
                 f"{mode}, {count} processes: {one['held'] / 1e9:.2f} GB held, {ratio:.2f} times that at most"
             )
             assert ratio <= most, (mode, one)
+
+
+@pytest.mark.parametrize(
+    "megabytes, source",
+    (
+        (128, "files"),
+        pytest.param(1024, "files", marks=pytest.mark.full),
+        pytest.param(1024, "init", marks=pytest.mark.full),
+    ),
+)
+def test_loading_takes_what_is_held(megabytes: int, source: str, tmp_path: pathlib.Path) -> None:
+    """K4: neither masters beside the params, nor pages of the file beside their values."""
+    file = tmp_path / "model.safetensors"
+    loading.write(file, megabytes)
+    command = [
+        sys.executable,
+        "-m",
+        "tests.checkpoint.loading",
+        str(file),
+        *(["init"] if source == "init" else []),
+    ]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    out = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert out.returncode == 0, out.stderr[-3000:]
+    found = json.loads(out.stdout.splitlines()[-1])
+    assert found["held"] == pytest.approx(megabytes * 2**20, rel=0.02)
+    assert found["means"] == [float(i) for i in range(loading.LEAVES)]
+    ratio = (found["peak"] - found["before"]) / found["held"]
+    print(f"{source}: {found['held'] / 1e6:.0f} MB held, {ratio:.2f} times that at most")
+    assert ratio <= 1.3, found

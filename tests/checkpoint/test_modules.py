@@ -14,7 +14,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 import zeroj as zj
-from zeroj.checkpoint.modules import CastOnRead
+from zeroj.checkpoint.on_read import CastOnRead
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 

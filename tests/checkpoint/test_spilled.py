@@ -20,12 +20,15 @@ from tests.checkpoint.toy import BATCHES, PARAMS, TX, assert_same, flat, noisy_l
 from zeroj.spill.folder import NAME
 from zeroj.spill.tier import is_spilled
 
-TIERS = ("none", "cpu", "nvme")
+TIERS = ("none", "cpu", "nvme", "all nvme")
 
 
 def plan_on(tier: str, path: pathlib.Path, precision: str = "bf16", stage: int = 3) -> Any:
     if tier == "nvme":
         return plan_of(stage, precision=precision, nvme=str(path / "nvme"))
+    if tier == "all nvme":
+        both = {"nvme": str(path / "nvme"), "nvme_params": str(path / "params")}
+        return plan_of(stage, precision=precision, **both)
     return plan_of(stage, precision=precision, tier=tier)
 
 
@@ -39,7 +42,8 @@ def test_from_files_onto_every_tier_and_back(there: str, tmp_path: pathlib.Path)
         checkpoints.save(state, files, step=1)
         moved, _ = checkpoints.restore(other)
         assert_same(flat(moved, other), expected)
-        assert any(map(is_spilled, jax.tree.leaves(moved.opt_state))) == (there == "nvme")
+        assert any(map(is_spilled, jax.tree.leaves(moved.opt_state))) == (there in TIERS[2:])
+        assert any(map(is_spilled, jax.tree.leaves(moved.params))) == (there == TIERS[3])
         checkpoints.save(moved, other, step=2, wait=True)
         back, _ = checkpoints.restore(files, step=2)
     assert_same(flat(back, files), expected)
@@ -51,10 +55,10 @@ def test_from_files_onto_every_tier_and_back(there: str, tmp_path: pathlib.Path)
     assert_same(flat(back, files), flat(state, files))
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_checkpoint_needs_nothing_of_the_files(stage: int, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(("stage", "tier"), [(1, "nvme"), (3, "nvme"), (3, "all nvme")])
+def test_a_checkpoint_needs_nothing_of_the_files(stage: int, tier: str, tmp_path: pathlib.Path) -> None:
     """F3: delete the files' folder, restore, go on: as if nothing had happened. Reads pass no device."""
-    plan = plan_on("nvme", tmp_path, "fp32", stage)
+    plan = plan_on(tier, tmp_path, "fp32", stage)
     state, _ = train(zj.init_state(PARAMS, TX, plan), plan, 0, 2)
     with zj.Checkpointer(tmp_path / "saved") as checkpoints:
         checkpoints.save(state, plan)
@@ -62,6 +66,7 @@ def test_a_checkpoint_needs_nothing_of_the_files(stage: int, tmp_path: pathlib.P
         wanted = flat(state, plan)
         del state
         shutil.rmtree(tmp_path / "nvme")
+        shutil.rmtree(tmp_path / "params", ignore_errors=True)
         state, _ = checkpoints.restore(plan)
     state, losses = train(state, plan, 2, 4)
     assert losses == expected

@@ -17,6 +17,7 @@ import zeroj as zj
 from tests.checkpoint.torch_writer import write_torch_file
 from tests.checkpoint.toy import BATCHES, PARAMS, assert_in_place, flat, loss, plan_of, train
 from zeroj.checkpoint.torch_file import read_torch_file
+from zeroj.spill.tier import is_spilled
 
 TX = optax.adamw(1e-2)
 
@@ -82,6 +83,26 @@ def test_the_next_steps_equal_the_oracles(
         whole = zj.full_params(after, plan)
         for path in PARAMS:
             np.testing.assert_allclose(whole[path], wanted[path], rtol=2e-5, atol=1e-6, err_msg=path)
+
+
+@pytest.mark.parametrize(("precision", "params"), [("fp32", True), ("bf16", True), ("bf16", False)])
+def test_onto_a_plan_with_files(
+    universal: pathlib.Path, tmp_path: pathlib.Path, precision: str, params: bool
+) -> None:
+    """The same values in files as in memory, and the next steps with them."""
+    folders = {"nvme": str(tmp_path), "nvme_params": str(tmp_path) if params else None}
+    files, plain = plan_of(3, "8", precision, tx=TX, **folders), plan_of(3, "8", precision, tx=TX, tier="cpu")
+    state, wanted = (
+        zj.load_universal(universal, TX, plan, names=torch_name, change=flip) for plan in (files, plain)
+    )
+    assert any(map(is_spilled, jax.tree.leaves(state.opt_state)))
+    assert any(map(is_spilled, jax.tree.leaves(state.params))) == params
+    expected = flat(wanted, plain)
+    for name, value in flat(state, files).items():
+        np.testing.assert_array_equal(value, expected[name], err_msg=name)
+    _, losses = train(state, files, 4, 6, TX)
+    _, again = train(wanted, plain, 4, 6, TX)
+    assert losses == pytest.approx(again, rel=1e-4)
 
 
 def test_everything_that_does_not_fit_is_listed(universal: pathlib.Path, tmp_path: pathlib.Path) -> None:

@@ -63,17 +63,23 @@ def plan_of(
     params: Any = None,
     tier: str = "none",
     nvme: str | None = None,
+    nvme_params: str | None = None,
     **kw: Any,
 ) -> Plan:
     """A plan in which every leaf that can be sharded is, so that most are padded.
 
-    ``tier`` is the device of optimizer state; ``nvme`` a folder, for state in files: then every leaf is there.
+    ``tier`` is the device of optimizer state; ``nvme`` a folder, for state in files: then every leaf is there;
+    ``nvme_params`` one for params.
     """
     offload: dict[str, Any] = {"device": "nvme" if nvme else tier}
     if nvme:
         offload |= {"nvme_path": nvme, "pipeline_read": True, "pipeline_write": True}
         kw["aio"] = {"block_size": 1}
-    zero = zj.Zero(stage=stage, stage3_param_persistence_threshold=0, offload_optimizer=offload)
+    more: dict[str, Any] = {}
+    if nvme_params:
+        more["offload_param"] = {"device": "nvme", "nvme_path": nvme_params, "max_in_cpu": 0}
+        kw["aio"] = {"block_size": 1}
+    zero = zj.Zero(stage=stage, stage3_param_persistence_threshold=0, offload_optimizer=offload, **more)
     return zj.make_plan(
         PARAMS if params is None else params, tx, mesh_of(mesh), zero, precision=precision, **kw
     )

@@ -30,7 +30,7 @@ def placed(shape: tuple[int, ...], sizes: tuple[int, int], bits: int, kept: bool
     """Sharded over both axes, the inner one first, as plans with hpZ are."""
     placement = place(shape, {"local": sizes[1], "node": sizes[0]}, threshold=0)
     fmt = Format(bits, 64)
-    wire = Wire(fmt, (("local", fmt), ("node", fmt)), ("node",) if kept else ())
+    wire = Wire(fmt, (("local", fmt), ("node", fmt)), ("node",) if kept else (), keeps=kept)
     return replace(placement, wire=wire if placement.sharded else Wire())
 
 

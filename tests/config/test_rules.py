@@ -25,6 +25,10 @@ BROKEN_ZERO: list[tuple[dict[str, Any], str]] = [
     ({"stage": 2, "zero_hpz_partition_size": 4}, "zero_hpz_partition_size: .* stage 3, not 2"),
     ({"stage": 2, "zero_quantized_weights": True}, "zero_quantized_weights: .* stage 3, not 2"),
     (
+        {"stage": 3, "zero_quantized_nontrainable_weights": True, "offload_param": {"device": "cpu"}},
+        "zero_quantized_nontrainable_weights: .*live in host memory; choose one",
+    ),
+    (
         {"stage": 1, "zero_quantized_nontrainable_weights": True},
         "zero_quantized_nontrainable_weights: .* stage 3",
     ),
@@ -172,3 +176,11 @@ def test_mics_groups_are_equal() -> None:
     Zero(stage=3, mics_shard_size=4).check_devices(8, 4)
     with pytest.raises(ConfigError, match="mics_shard_size: 3 does not divide the 8 devices"):
         Zero(stage=3, mics_shard_size=3).check_devices(8, 4)
+
+
+def test_a_hierarchical_gather_of_mics_takes_whole_nodes() -> None:
+    zero = Zero(stage=3, mics_shard_size=4, mics_hierarchical_params_gather=True)
+    for world, local in ((8, 4), (8, 2), (16, 8)):
+        zero.check_devices(world, local)
+    with pytest.raises(ConfigError, match="mics_hierarchical_params_gather: a group of 4 devices is not"):
+        zero.check_devices(12, 3)

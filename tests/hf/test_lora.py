@@ -73,6 +73,8 @@ def test_what_is_learnt_of_a_line(tmp_path: pathlib.Path) -> None:
     learnt = [i for i in talk["labels"] if i != -100]
     assert bytes(learnt[:-1]).decode() == "yo\n" and learnt[-1] == 257
     assert all(len(row["input_ids"]) == 3 for row in tokens.read_jsonl(file, tokens.Bytes(), 3))
+    assert tokens.question(None, pair, tokens.Bytes()) == [256, 97]
+    assert tokens.question("ab", pair, tokens.Bytes()) == [256, 97, 98]
     file.write_text('{"text": "a"}\n{"txt": "b"}\n')
     with pytest.raises(SystemExit, match="line 2"):
         tokens.read_jsonl(file, tokens.Bytes(), 9)

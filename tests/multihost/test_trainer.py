@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.multihost.test_two_processes import free_port
+from tests.multihost.test_two_processes import free_port, run_processes
 from tests.multihost.trainer_worker import train
 
 pytestmark = [pytest.mark.usefixtures("compile_fast"), pytest.mark.slow]
@@ -64,3 +64,13 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "model" / "model.safetensors").read_bytes()[:8] == (
         tmp_path / "alone" / "model" / "model.safetensors"
     ).read_bytes()[:8]
+
+
+def test_what_one_process_does_alone_is_named(tmp_path: Path) -> None:
+    """J2: an error that says who never came, and where it was last, in place of waiting for ever."""
+    told = run_processes(tmp_path, "lone", worker="tests.multihost.lone_worker")[0]["told"]
+    assert len(told) == 4
+    assert "iterate over different data: those of [1]" in told[0]
+    for text, what in zip(told[1:], ("evaluation 'eval'", "prediction", "save_model"), strict=True):
+        assert f"The {what} after update 1 is collective" in text
+        assert "after 2 seconds process 1 (last at the evaluation 'eval' after update 1) had not" in text

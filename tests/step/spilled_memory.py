@@ -17,7 +17,7 @@ import optax
 
 from tests.checkpoint.big import status
 
-#: Each layer is a matrix of 1 MiB.
+#: Each layer is a matrix of 1 MiB, updated in four pieces.
 WIDTH = 512
 
 
@@ -34,7 +34,7 @@ def main() -> None:
     tx = optax.chain(*(optax.trace(0.5 + 0.01 * i) for i in range(moments)), optax.scale(-1e-3))
     params = {f"w{i:03d}": jax.ShapeDtypeStruct((WIDTH, WIDTH), np.float32) for i in range(layers)}
     offload = {"device": "nvme", "nvme_path": folder, "pipeline_read": True, "pipeline_write": True}
-    zero = zj.Zero(stage=3, offload_optimizer=offload)
+    zero = zj.Zero(stage=3, offload_optimizer=offload, sub_group_size=WIDTH * WIDTH // 4)
     plan = zj.make_plan(params, tx, zj.make_mesh(local=1), zero, aio={"block_size": 1 << 20})
 
     def loss(params: Any, batch: Any) -> jax.Array:

@@ -60,12 +60,13 @@ def test_a_rate_of_zero_is_the_reason(tmp_path: pathlib.Path) -> None:
         adapted(tmp_path, learning_rate=0.0).train()
 
 
-def test_skipped_updates_are_the_reason(tmp_path: pathlib.Path) -> None:
+def test_skipped_updates_are_the_reason(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     fp16 = {"enabled": True, "initial_scale_power": 40, "hysteresis": 100}
     trainer = adapted(tmp_path, deepspeed={"fp16": fp16, "zero_optimization": {"stage": 2}}, fp16=True)
     with pytest.warns(UserWarning, match="Every update was skipped"):
         trainer.train()
     assert trainer.state.log_history[0]["skipped"] == 1
+    assert "updates were skipped" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("stage", (pytest.param(1, marks=pytest.mark.full), 3))

@@ -66,7 +66,8 @@ class Target:
 
 def array_spec(name: str, value: Any, shape: Sequence[int]) -> ArraySpec:
     """Describes how ``value``, padded or not, is stored as an array of the user's ``shape``."""
-    shard = value.sharding.shard_shape(value.shape)
+    spilled = isinstance(value, SpilledArray)
+    shard = value.piece_shape if spilled else value.sharding.shard_shape(value.shape)
     return ArraySpec(name, tuple(shape), np.dtype(value.dtype), chunk_shape(shard, value.dtype.itemsize))
 
 

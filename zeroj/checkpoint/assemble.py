@@ -14,9 +14,11 @@ from zeroj.config.precision import LossScale
 from zeroj.optimizer.update import as_params
 from zeroj.optimizer.zero import first_state, params_from_masters, wrap_optimizer
 from zeroj.plan import tree
+from zeroj.plan.feedback import first_errors
 from zeroj.plan.mesh import traced_on
 from zeroj.plan.plan import Plan
 from zeroj.plan.tree import ZeroOptState
+from zeroj.spill.state import Spilled
 from zeroj.spill.tier import is_spilled
 from zeroj.step.precision import default_scaling, init_scale
 from zeroj.step.state import TrainState
@@ -27,10 +29,16 @@ def master_tree(plan: Plan, masters: list[jax.Array]) -> Any:
     return tree.trainable_only(plan, plan.treedef.unflatten(masters)) if plan.has_master else ()
 
 
-def stored_params(plan: Plan, masters: list[jax.Array]) -> Any:
-    """Stored params: the masters themselves where they are the same thing, else gathered from them."""
-    if plan.spills:
-        return plan.treedef.unflatten([_stored_param(plan, i, m) for i, m in enumerate(masters)])
+def stored_params(plan: Plan, masters: list[Any], spilled: Spilled | None = None) -> Any:
+    """Stored params: the masters themselves where they are the same thing, else gathered from them.
+
+    Args:
+        plan: the plan.
+        masters: one per leaf.
+        spilled: the files of a plan that has some.
+    """
+    if spilled is not None:
+        return plan.treedef.unflatten([_stored_param(plan, i, m, spilled) for i, m in enumerate(masters)])
     structs = jax.tree.leaves(plan.params_struct())
     same = [m.dtype == s.dtype and m.sharding == s.sharding for m, s in zip(masters, structs, strict=True)]
     if all(same) and not plan.has_master:
@@ -39,13 +47,20 @@ def stored_params(plan: Plan, masters: list[jax.Array]) -> Any:
     return jax.jit(partial(params_from_masters, plan), out_shardings=shardings)(masters)
 
 
-def _stored_param(plan: Plan, index: int, master: Any) -> jax.Array:
-    """One stored param, from a master that may lie in files."""
+def _stored_param(plan: Plan, index: int, master: Any, spilled: Spilled) -> Any:
+    """One stored param, from a master that may lie in files; in files itself where the plan says so."""
+    into = spilled.params.get(index)
+    if into is not None and into is master:
+        return into
     leaf = plan.leaves[index]
     make = traced_on(plan.mesh, lambda x: as_params(plan, [leaf], [x]))
-    shardings = [plan.sharding(plan.param_placement(leaf))]
+    shardings = [plan.sharding(plan.stored_placement(leaf))]
     value = master.to_devices() if is_spilled(master) else master
-    return jax.jit(make, out_shardings=shardings)(value)[0]
+    (param,) = jax.jit(make, out_shardings=shardings)(value)
+    if into is None:
+        return param
+    into.write(param)
+    return into
 
 
 def first_opt_state(tx: Any, plan: Plan, masters: list[jax.Array]) -> ZeroOptState:
@@ -63,10 +78,13 @@ def first_fields(plan: Plan, loss_scale: LossScale | None, rng: jax.Array | int)
     return {"step": np.int32(0), "skipped": np.int32(0), "scale": scale, "rng": key}
 
 
-def assemble(plan: Plan, params: Any, opt_state: ZeroOptState, fields: dict[str, Any]) -> TrainState:
-    """The state, its small fields brought whole to every device."""
+def assemble(
+    plan: Plan, params: Any, opt_state: ZeroOptState, fields: dict[str, Any], errors: Any = None
+) -> TrainState:
+    """The state, its small fields brought whole to every device; LoCo's errors are zero, unless given."""
     small = {name: jax.tree.map(lambda x: _everywhere(plan, x), field) for name, field in fields.items()}
-    return TrainState(params, opt_state, **small)
+    errors = first_errors(plan) or () if errors is None else errors
+    return TrainState(params, opt_state, **small, errors=errors)
 
 
 def _everywhere(plan: Plan, value: Any) -> jax.Array:

@@ -1,15 +1,17 @@
-"""The model's own state, from a checkpoint into the tree that the user gives."""
+"""What a state carries beside params and optimizer, from a checkpoint: the model's own state, and LoCo's errors."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import jax
 
 from zeroj.checkpoint import database
-from zeroj.checkpoint.layout import key_data, small_targets
+from zeroj.checkpoint.layout import error_targets, key_data, small_targets
 from zeroj.checkpoint.manifest import Manifest
 from zeroj.errors import CheckpointError
+from zeroj.plan.feedback import errors_struct, first_errors
 from zeroj.plan.plan import Plan
 
 
@@ -46,6 +48,24 @@ def saved_model_state(folder: str, manifest: Manifest, plan: Plan, like: Any) ->
         return like
     found = jax.tree.unflatten(jax.tree.structure(words), database.read(folder, targets))
     return jax.tree.map(_as_key, like, found)
+
+
+def saved_errors(folder: str, manifest: Manifest, plan: Plan) -> Any:
+    """What quantising lost of the gradients so far, as saved; zeros and a warning where that is another mesh's."""
+    targets = error_targets(plan)
+    if not targets:
+        return ()
+    saved = {n: leaf.shape for n, leaf in manifest.leaves.items() if n.split("/")[0] == "errors"}
+    if saved == {t.name: t.shape for t in targets} and manifest.mesh == dict(plan.mesh.shape):
+        tree = jax.tree.structure(errors_struct(plan))
+        return jax.tree.unflatten(tree, database.read(folder, targets))
+    why = f"they are those of mesh {manifest.mesh}" if saved else "the checkpoint holds none"
+    warnings.warn(
+        f"The errors of quantised gradients (zeropp_loco_param) start from zero: {why}, the plan's mesh is "
+        f"{dict(plan.mesh.shape)}.",
+        stacklevel=4,
+    )
+    return first_errors(plan)
 
 
 def _as_key(like: Any, words: jax.Array) -> jax.Array:

@@ -95,6 +95,11 @@ class Checkpointer:
         """The folder of the checkpoints."""
         return self._catalog.directory
 
+    @property
+    def saving(self) -> bool:
+        """Whether a save is being written in the background."""
+        return self._manager.is_saving_in_progress()
+
     # -- saving ------------------------------------------------------------------------------------
 
     def save(
@@ -163,7 +168,7 @@ class Checkpointer:
         Raises:
             CheckpointError: a save failed; the cause is chained.
         """
-        if not self._manager.is_saving_in_progress():
+        if not self.saving:
             self.wait()
 
     def wait(self) -> None:

@@ -168,7 +168,10 @@ class _Reading:
                 f"{target.shape}: one of the two files is damaged."
             )
         by_index: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
-        for device, index in target.sharding.addressable_devices_indices_map(target.padded).items():
+        everywhere = {} if target.into else target.sharding.addressable_devices_indices_map(target.padded)
+        if target.into is not None:
+            by_index = {shard.bounds: list(shard.devices) for shard in target.into.shards}
+        for device, index in everywhere.items():
             bounds = tuple(i.indices(n)[:2] for i, n in zip(index or (), target.padded, strict=True))
             by_index.setdefault(bounds, []).append(device)
         self._slices = []

@@ -1,7 +1,8 @@
 """What a checkpoint holds of a training state: names, user shapes, and where each array lives in a plan.
 
 Names are "params/<path>", "opt_state/<path>", and "step", "skipped", "scale/<field>", "rng", and
-"model_state/<path>" where the model carries a state. Params are
+"model_state/<path>" where the model carries a state. Under LoCo "errors/<path>/<hop>" holds what every device lost
+at a hop: (devices, *its buffer), in the order of the mesh, padding included; no other mesh can read it. Params are
 stored as what the optimizer updates: their fp32 master where there is one. So a checkpoint of any stage and
 precision has the same arrays.
 """
@@ -16,15 +17,17 @@ import numpy as np
 
 from zeroj._compat import is_tracer
 from zeroj.checkpoint.arrays import ArraySpec, Target, array_spec
+from zeroj.collectives.frozen import unpacked
 from zeroj.errors import CheckpointError, SpillError
 from zeroj.plan import tree
+from zeroj.plan.feedback import errors_struct
 from zeroj.plan.plan import ParamLeaf, Plan, StateLeaf
 from zeroj.spill.state import Spilled
 from zeroj.spill.tier import SpilledArray
 from zeroj.step.state import TrainState
 
 #: Fields of TrainState beside params and opt_state: small, and whole on every device.
-SMALL_FIELDS = tuple(field for field in TrainState._fields if field not in ("params", "opt_state"))
+SMALL_FIELDS = tuple(f for f in TrainState._fields if f not in ("params", "opt_state", "errors"))
 
 
 class Stored(NamedTuple):
@@ -55,6 +58,7 @@ def stored_leaves(state: TrainState, plan: Plan) -> list[Stored]:
         CheckpointError: leaves that hold no data (abstract, deleted or donated), all of them named.
     """
     found = _param_leaves(state, plan) + _optimizer_leaves(state, plan) + _small_leaves(state)
+    found += [(name, value, tuple(value.shape)) for name, value in _flat_fields({"errors": state.errors})]
     bad = [f"{name} ({_what_is_wrong(value)})" for name, value, _ in found if _what_is_wrong(value)]
     if bad:
         raise CheckpointError(
@@ -76,8 +80,9 @@ def param_targets(plan: Plan, spilled: Spilled | None = None) -> list[Target]:
     if plan.has_master:
         masters = plan.treedef.flatten_up_to(plan.opt_state_struct().master)
         final = [m if x.trainable else None for m, x in zip(masters, plan.leaves, strict=True)]
+    final = [None if x.packed else s for x, s in zip(plan.leaves, final, strict=True)]
     targets = []
-    into = spilled.masters if spilled else {}
+    into = spilled.updated if spilled else {}
     for i, (leaf, struct) in enumerate(zip(plan.leaves, final, strict=True)):
         placement = plan.master_placement(leaf)
         sharding = plan.sharding(placement) if struct is None else struct.sharding
@@ -110,6 +115,14 @@ def small_targets(plan: Plan, fields: dict[str, Any]) -> list[Target]:
     ]
 
 
+def error_targets(plan: Plan) -> list[Target]:
+    """Where the errors of quantised gradients go: each device reads its own."""
+    return [
+        Target(name, s.shape, s.shape, np.dtype(s.dtype), s.sharding)
+        for name, s in _flat_fields({"errors": errors_struct(plan)})
+    ]
+
+
 def key_data(key: Any) -> tuple[Any, str]:
     """The words of a random key, and the name of its generator; empty for keys of the old, untyped kind."""
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
@@ -119,6 +132,9 @@ def key_data(key: Any) -> tuple[Any, str]:
 
 def _param_leaves(state: TrainState, plan: Plan) -> list[tuple[str, Any, tuple[int, ...]]]:
     values = plan.treedef.flatten_up_to(state.params)
+    values = [
+        v if _what_is_wrong(v) else unpacked(plan, x, v) for v, x in zip(values, plan.leaves, strict=True)
+    ]
     if plan.has_master:
         masters = plan.treedef.flatten_up_to(state.opt_state.master)
         values = [m if x.trainable else v for v, m, x in zip(values, masters, plan.leaves, strict=True)]

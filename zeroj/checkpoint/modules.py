@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -12,44 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from zeroj.checkpoint.safetensors import load_safetensors
+from zeroj.checkpoint.on_read import CastOnRead
+from zeroj.checkpoint.safetensors import Names, load_safetensors
 from zeroj.plan import tree
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class CastOnRead:
-    """An array on disk that is read and cast one slice at a time.
-
-    Args:
-        source: the array, such as a memory map.
-        dtype: what its slices are cast to.
-    """
-
-    source: np.ndarray
-    dtype: np.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-        return self.source.shape
-
-    @property
-    def ndim(self) -> int:
-        """Its number of dims."""
-        return self.source.ndim
-
-    def __getitem__(self, index: Any) -> np.ndarray:
-        return np.asarray(self.source[index], dtype=self.dtype)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(self.source, dtype=self.dtype if dtype is None else dtype)
 
 
 def load_module(
     path: str | pathlib.Path,
     make: Callable[[], nnx.Module],
     *,
-    names: Callable[[str], str] | None = None,
+    names: Names | None = None,
     dtype: Any = None,
     fresh: Callable[[str], bool] | None = None,
 ) -> Any:
@@ -61,7 +32,7 @@ def load_module(
     Args:
         path: a safetensors file, or a folder of them, with or without an index.
         make: a function of nothing that makes the module; it is traced for its shapes.
-        names: path -> name in the file; left out, "/" becomes ".".
+        names: path -> name in the file, or for a stack of layers the names of all of them; left out, "/" becomes ".".
         dtype: dtype of floating params; left out, the files'.
         fresh: whether the leaf of a path is not in the files, such as an adapter's: it is made by ``make``.
 
@@ -85,7 +56,7 @@ def load_module(
     return module
 
 
-def _cast(value: np.ndarray, dtype: Any) -> Any:
+def _cast(value: Any, dtype: Any) -> Any:
     if dtype is None or value.dtype == jnp.dtype(dtype) or not jnp.issubdtype(value.dtype, jnp.floating):
         return value
     return CastOnRead(value, jnp.dtype(dtype))

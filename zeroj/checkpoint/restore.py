@@ -12,7 +12,7 @@ import numpy as np
 from zeroj.checkpoint import arrays, database
 from zeroj.checkpoint.arrays import Target
 from zeroj.checkpoint.assemble import assemble, first_fields, first_opt_state, master_tree, stored_params
-from zeroj.checkpoint.carried import saved_model_state
+from zeroj.checkpoint.carried import saved_errors, saved_model_state
 from zeroj.checkpoint.layout import key_data, optimizer_targets, param_targets, small_targets
 from zeroj.checkpoint.manifest import Leaf, Manifest
 from zeroj.config.precision import LossScale
@@ -82,7 +82,8 @@ def restore_state(
         small |= _saved_fields(folder, manifest, plan)
         model_state = saved_model_state(folder, manifest, plan, model_state)
     small["model_state"] = model_state
-    return assemble(plan, stored_params(plan, masters), opt_state, small)
+    errors = None if weights_only else saved_errors(folder, manifest, plan)
+    return assemble(plan, stored_params(plan, masters, spilled), opt_state, small, errors)
 
 
 def _masters(folder: str, manifest: Manifest, plan: Plan, fill: Any, spilled: Spilled | None) -> list[Any]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from zeroj.checkpoint.catalog import Catalog
 from zeroj.checkpoint.database import StoredArray
 from zeroj.checkpoint.layout import param_name, stored_leaves
 from zeroj.checkpoint.manifest import Manifest
+from zeroj.checkpoint.on_read import StackOnRead
 from zeroj.checkpoint.tensor_file import (
     CODES,
     INDEX,
@@ -42,6 +44,9 @@ from zeroj.step.state import TrainState
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 SHARD_BYTES = 5 * 10**9
 
+#: path -> name in the file, or for a stack of layers the names of all of them.
+Names = Callable[[str], "str | Sequence[str]"]
+
 
 def export_safetensors(
     source: TrainState | str | pathlib.Path,
@@ -54,8 +59,9 @@ def export_safetensors(
     frozen: bool = True,
     only: Callable[[str], bool] | None = None,
     tied: Mapping[str, str] | None = None,
-    names: Callable[[str], str] | None = None,
+    names: Names | None = None,
     shard_bytes: int = SHARD_BYTES,
+    model_state: bool = False,
 ) -> list[pathlib.Path]:
     """Writes the params as safetensors: one file, or several with an index, as Hugging Face names them.
 
@@ -71,8 +77,11 @@ def export_safetensors(
         frozen: whether to write leaves that do not train, too.
         only: a predicate of paths: which leaves to write; left out, all.
         tied: path -> path of the leaf that it equals; it is left out of the file.
-        names: path -> name in the file; left out, "/" becomes ".".
+        names: path -> name in the file, or names, of which each takes one slice of the leaf's first dim, such as
+            those of stacked layers; left out, "/" becomes ".".
         shard_bytes: a file takes no further tensor beyond this size.
+        model_state: whether to write what a state's model carries beside its params (running statistics), too,
+            random keys aside.
 
     Returns:
         The files written.
@@ -94,12 +103,13 @@ def export_safetensors(
                 "A state alone does not know its layout: export_safetensors(..., plan=plan)."
             )
         tensors = _of_state(source, plan, dtype, keep, rename)
+        tensors += _carried(source, rename) if model_state else []
     elif jax.process_index() == 0:
         tensors = _of_checkpoint(source, step, tag, dtype, keep, rename)
     else:
         return []
     together = isinstance(source, TrainState)
-    metadata = {rename(a): rename(b) for a, b in (tied or {}).items()}
+    metadata = {str(rename(a)): str(rename(b)) for a, b in (tied or {}).items()}
     return _write(pathlib.Path(path), tensors, shard_bytes, metadata, together)
 
 
@@ -107,7 +117,7 @@ def load_safetensors(
     path: str | pathlib.Path,
     like: Any,
     *,
-    names: Callable[[str], str] | None = None,
+    names: Names | None = None,
 ) -> Any:
     """Maps safetensors files into memory as a tree of params; nothing is read before it is used.
 
@@ -116,10 +126,10 @@ def load_safetensors(
     Args:
         path: a file, or a folder of them.
         like: a plan, or a tree of arrays or ShapeDtypeStructs: the structure and shapes that are wanted.
-        names: path -> name in the file; left out, "/" becomes ".".
+        names: path -> name in the file, or names of tensors to be stacked; left out, "/" becomes ".".
 
     Returns:
-        The tree with numpy memory maps.
+        The tree with numpy memory maps; of stacks with arrays that are read slice by slice.
 
     Raises:
         CheckpointError: tensors are missing or have other shapes; lists all of them.
@@ -132,18 +142,31 @@ def load_safetensors(
     found = {
         name: value for file in tensor_files(pathlib.Path(path)) for name, value in read_header(file).items()
     }
-    faults = []
+    faults: list[str] = []
+    values = []
     for leaf, entry in flat.items():
-        value = found.get(rename(leaf))
-        if value is None:
-            faults.append(f"{leaf}: no tensor {rename(leaf)!r}")
-        elif value.shape != entry.shape:
-            faults.append(f"{leaf}: tensor {rename(leaf)!r} has shape {value.shape}, wanted {entry.shape}")
+        named = rename(leaf)
+        stack = not isinstance(named, str)
+        names_of, shape = (list(named), entry.shape[1:]) if stack else ([named], entry.shape)
+        if stack and len(names_of) != entry.shape[0]:
+            faults.append(f"{leaf}: {len(names_of)} names for a stack of shape {entry.shape}")
+        faults += [f"{leaf}: no tensor {name!r}" for name in names_of if name not in found]
+        parts = [found[name] for name in names_of if name in found]
+        faults += [
+            f"{leaf}: tensor {name!r} has shape {found[name].shape}, wanted {shape}"
+            for name in names_of
+            if name in found and found[name].shape != shape
+        ]
+        values.append(StackOnRead(tuple(parts)) if stack else next(iter(parts), None))
     if faults:
         raise CheckpointError(
             f"{path} does not fit the params:\n  - " + "\n  - ".join(faults) + "\nIt has: " + ", ".join(found)
         )
-    return jax.tree.unflatten(treedef, [found[rename(leaf)] for leaf in flat])
+    return jax.tree.unflatten(treedef, values)
+
+
+#: The parts of a leaf, or those of one slice of its first dim.
+Parts = Callable[["int | None"], Iterator[Part]]
 
 
 def _of_state(state: TrainState, plan: Plan, dtype: Any, keep: Any, rename: Any) -> list[Tensor]:
@@ -153,13 +176,54 @@ def _of_state(state: TrainState, plan: Plan, dtype: Any, keep: Any, rename: Any)
         if not keep(leaf.path, leaf.trainable):
             continue
         value = stored[param_name(leaf)]
-        spec = array_spec(leaf.path, value, leaf.shape)
+        found = pieces(array_spec(leaf.path, value, leaf.shape), value, copy=False)
+        held: dict[int, np.ndarray] = {}  # what this process has of a stack, while its slices are written
 
-        def parts(spec: Any = spec, value: Any = value) -> Iterator[Part]:
-            for piece in pieces(spec, value, copy=False):
-                yield piece.index, piece.fetch()
+        def parts(layer: int | None, found: Any = found, held: Any = held) -> Any:
+            for number, piece in enumerate(found):
+                if layer is None:
+                    yield piece.index, piece.fetch()
+                elif _covers(piece.index, layer):
+                    if number not in held:
+                        held[number] = piece.fetch()
+                    yield piece.index, held[number]
+                    if layer == piece.index[0].stop - 1:
+                        del held[number]
 
-        tensors.append(Tensor(rename(leaf.path), leaf.shape, _cast(leaf.dtype, dtype), parts))
+        tensors += _named(rename(leaf.path), leaf.shape, _cast(leaf.dtype, dtype), parts)
+    return tensors
+
+
+def _named(names: str | Sequence[str], shape: tuple[int, ...], dtype: np.dtype, parts: Parts) -> list[Tensor]:
+    """A leaf under its name, or its slices along the first dim under theirs."""
+    if isinstance(names, str):
+        return [Tensor(names, shape, dtype, partial(parts, None))]
+    if len(names) != shape[0]:
+        raise CheckpointError(f"{len(names)} names for a stack of shape {shape}: {', '.join(names)}")
+
+    def slices(layer: int) -> Iterator[Part]:
+        for index, data in parts(layer):
+            yield index[1:], data[layer - index[0].start]
+
+    return [Tensor(name, shape[1:], dtype, partial(slices, i)) for i, name in enumerate(names)]
+
+
+def _covers(index: Sequence[slice], layer: int | None) -> bool:
+    return layer is None or index[0].start <= layer < index[0].stop
+
+
+def _carried(state: TrainState, rename: Any) -> list[Tensor]:
+    """What the model carries, whole on every device, in its own dtypes; process 0 writes it."""
+    tensors = []
+    for path, entry in tree.flatten(state.model_state)[0].items():
+        if jnp.issubdtype(entry.value.dtype, jax.dtypes.prng_key):
+            continue
+
+        def parts(value: Any = entry.value) -> Iterator[Part]:
+            if jax.process_index() == 0:
+                yield tuple(slice(0, n) for n in value.shape), np.asarray(value.addressable_data(0))
+
+        tensors.append(Tensor(str(rename(path)), entry.shape, _cast(entry.value.dtype, None), parts))
     return tensors
 
 
@@ -174,12 +238,13 @@ def _of_checkpoint(
         if part != "params" or not keep(path, leaf.trainable):
             continue
 
-        def parts(name: str = name) -> Iterator[Part]:
+        def parts(layer: int | None, name: str = name) -> Iterator[Part]:
             stored = StoredArray(folder, name)
             for index in stored.chunks():
-                yield index, stored.read(index)
+                if _covers(index, layer):
+                    yield index, stored.read(index)
 
-        tensors.append(Tensor(rename(path), leaf.shape, _cast(jnp.dtype(leaf.user_dtype), dtype), parts))
+        tensors += _named(rename(path), tuple(leaf.shape), _cast(jnp.dtype(leaf.user_dtype), dtype), parts)
     return tensors
 
 

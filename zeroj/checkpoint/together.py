@@ -11,30 +11,40 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from zeroj._compat import ProcessesMissing, wait_for_processes
-from zeroj.errors import CheckpointError
+from zeroj.errors import CheckpointError, ZerojError
 
 _times: collections.Counter[str] = collections.Counter()
 
 
-def arrive(what: str, timeout: int = 1200) -> None:
+def arrive(what: str, timeout: int = 1200, error: type[ZerojError] = CheckpointError) -> None:
     """Waits until every process has come here; with one process it does nothing.
 
     Args:
         what: what is about to be done, the same text on all processes.
         timeout: seconds.
+        error: what is raised.
 
     Raises:
-        CheckpointError: some processes did not come in time; names them.
+        ZerojError: some processes did not come in time; names them, and where each was last.
     """
     _times[what] += 1
     try:
         wait_for_processes(f"zeroj:{what}:{_times[what]}", timeout)
-    except ProcessesMissing as error:
-        late = ", ".join(str(i) for i in error.missing)
-        raise CheckpointError(
+    except ProcessesMissing as found:
+        late = ", ".join(f"{i} ({_whereabouts(found.last.get(i))})" for i in found.missing)
+        raise error(
             f"The {what} is collective: every process has to call it, but after {timeout} seconds process "
             f"{late} had not. Do not put it under `if jax.process_index() == 0`."
-        ) from error
+        ) from found
+
+
+def _whereabouts(name: str | None) -> str:
+    """Where a process was last, from the name of a barrier."""
+    return (
+        "which came to nothing before"
+        if name is None
+        else f"last at the {name.split(':', 1)[1].rsplit(':', 1)[0]}"
+    )
 
 
 def same_tag(tag: str, validation: str) -> None:

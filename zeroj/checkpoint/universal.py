@@ -16,13 +16,16 @@ import numpy as np
 
 from zeroj.checkpoint import arrays
 from zeroj.checkpoint.arrays import Target
-from zeroj.checkpoint.assemble import assemble, first_fields, first_opt_state, master_tree, stored_params
+from zeroj.checkpoint.assemble import assemble, first_fields, first_opt_state, stored_params
 from zeroj.checkpoint.layout import optimizer_targets, param_targets
 from zeroj.checkpoint.torch_file import read_torch_file
 from zeroj.config.precision import LossScale
 from zeroj.errors import CheckpointError
+from zeroj.optimizer.birth import born_in_files
+from zeroj.optimizer.zero import wrap_optimizer
 from zeroj.plan.plan import Plan, StateLeaf
 from zeroj.plan.tree import ZeroOptState
+from zeroj.spill.state import spill_to_files
 from zeroj.step.state import TrainState
 
 #: Field of an optax state -> file of DeepSpeed. Adam's and Lion's moments, and SGD's momentum.
@@ -65,24 +68,25 @@ def load_universal(
         >>> flip = lambda path, value: value.T if path.endswith("kernel") else value
         >>> state = zj.load_universal("ckpt/global_step1000_universal", tx, plan, names=to_torch, change=flip)
     """
-    if plan.spills:
-        raise CheckpointError(
-            "A universal checkpoint cannot be loaded straight into files: load it onto a plan without "
-            '"device": "nvme", save that with zj.Checkpointer, and restore onto this plan.'
-        )
     source = _Source(_zero_folder(pathlib.Path(folder)), names, change)
-    targets = param_targets(plan)
+    spilled = spill_to_files(plan) if plan.spills else None
+    targets, inner_targets = param_targets(plan, spilled), optimizer_targets(plan, spilled)
     masters = [source.read(leaf.path, "fp32", t) for leaf, t in zip(plan.leaves, targets, strict=True)]
     inner = [
         source.read(leaf.of, moments[_field(leaf)], t) if leaf.of and _field(leaf) in moments else None
-        for leaf, t in zip(plan.state_leaves, optimizer_targets(plan), strict=True)
+        for leaf, t in zip(plan.state_leaves, inner_targets, strict=True)
     ]
     step = source.step([leaf.path for leaf in plan.leaves if leaf.trainable])
     source.check()
     placed = [arrays.place(value, t) for value, t in zip(masters, targets, strict=True) if value is not None]
-    opt_state = _opt_state(tx, plan, placed, inner, step)
     fields = first_fields(plan, loss_scale, rng) | {"step": np.int32(step)}
-    return assemble(plan, stored_params(plan, placed), opt_state, fields)
+    if spilled is None:
+        params, first = stored_params(plan, placed), first_opt_state(tx, plan, placed)
+    else:
+        user_tx = wrap_optimizer(tx, plan).user_tx
+        params, first = born_in_files(user_tx, plan, placed.__getitem__, spilled)
+    opt_state = first._replace(inner=_filled(plan, first, inner, inner_targets, step))
+    return assemble(plan, params, opt_state, fields)
 
 
 class _Source:
@@ -130,24 +134,23 @@ class _Source:
         return self._folder / self._names(path) / f"{kind}.pt"
 
 
-def _opt_state(
-    tx: Any, plan: Plan, masters: list[jax.Array], moments: list[np.ndarray | None], step: int
-) -> ZeroOptState:
+def _filled(
+    plan: Plan, first: ZeroOptState, moments: list[np.ndarray | None], targets: list[Target], step: int
+) -> Any:
     """The optimizer's first state with moments and counts put in."""
-    fresh = jax.tree.leaves(first_opt_state(tx, plan, masters).inner)
     inner, anew = [], []
-    targets = optimizer_targets(plan)
-    for leaf, target, value, first in zip(plan.state_leaves, targets, moments, fresh, strict=True):
+    fresh = plan.state_treedef.flatten_up_to(first.inner)
+    for leaf, target, value, born in zip(plan.state_leaves, targets, moments, fresh, strict=True):
         if value is not None:
             inner.append(arrays.place(value, target))
         elif leaf.path.split("/")[-1] == "count" and np.issubdtype(leaf.dtype, np.integer):
             inner.append(arrays.place(np.asarray(step, leaf.dtype), target))
         else:
-            inner.append(first)
+            inner.append(born)
             anew += [leaf.path] if leaf.of else []
     if anew:
         warnings.warn(f"The checkpoint has nothing for these leaves, they start anew: {anew}", stacklevel=4)
-    return ZeroOptState(master_tree(plan, masters), plan.state_treedef.unflatten(inner))
+    return plan.state_treedef.unflatten(inner)
 
 
 def _field(leaf: StateLeaf) -> str:

@@ -1,7 +1,8 @@
 """A gather in two halves, between which a step may keep what it has: hpZ (arXiv 2306.10209, section 3.2).
 
 The first half gathers across nodes and gives a *near* shard: one that is split within the node alone. The
-second half gathers it within the node. A leaf that keeps nothing has an empty first half. For use inside
+second half gathers it within the node: MiCS's hierarchical gather, where nothing is kept between the two. A leaf that
+is gathered in one has an empty first half. For use inside
 ``shard_map`` over the ZeRO axes.
 """
 
@@ -20,17 +21,17 @@ def near(shard: jax.Array, placement: Placement) -> jax.Array:
     """What may be kept for later gathers of the step.
 
     Args:
-        shard: this device's part, in the compute dtype.
+        shard: this device's part, in the compute dtype, or as it is stored: int8 (bytes,) or (layers, bytes).
         placement: how the leaf is sharded; its ``wire`` says over which axes to gather here, and in what form.
 
     Returns:
-        The node's shard, quantised if the leaf travels so: int8 (devices along the kept axes, bytes).
+        The node's shard, quantised if the leaf travels so: int8 (devices along the first axes, bytes).
     """
-    kept = placement.wire.kept
+    first = placement.wire.first
     if placement.wire.weights is None:
-        return plain.gather(shard, placement.over(kept)) if kept else shard
-    packed = quantized.pack(shard, placement)
-    return jax.lax.all_gather(packed, kept) if kept else packed
+        return plain.gather(shard, placement.over(first)) if first else shard
+    packed = shard if placement.wire.stored else quantized.pack(shard, placement)
+    return jax.lax.all_gather(packed, first) if first else packed
 
 
 def whole(near_shard: jax.Array, placement: Placement, dtype: np.dtype) -> jax.Array:
@@ -41,18 +42,19 @@ def whole(near_shard: jax.Array, placement: Placement, dtype: np.dtype) -> jax.A
         placement: how the leaf is sharded.
         dtype: the compute dtype.
     """
-    kept = placement.wire.kept
-    rest = tuple(axis for axis in placement.axes if axis not in kept)
+    first = placement.wire.first
+    rest = tuple(axis for axis in placement.axes if axis not in first)
     if placement.wire.weights is None:
         return plain.unpad(plain.gather(near_shard, placement.over(rest)), placement)
     packed = jax.lax.all_gather(near_shard, rest)
-    sizes = [jax.lax.axis_size(axis) for axis in (*rest, *kept)]
+    one = packed.shape[1 + bool(first) :]
+    sizes = [jax.lax.axis_size(axis) for axis in (*rest, *first)]
     return quantized.unpack(
-        packed.reshape(*sizes, -1), placement, (*rest, *kept), _shard_shape(placement), dtype
+        packed.reshape(*sizes, *one), placement, (*rest, *first), shard_shape(placement), dtype
     )
 
 
-def _shard_shape(placement: Placement) -> Sequence[int]:
+def shard_shape(placement: Placement) -> Sequence[int]:
     """The shape of one device's shard."""
     shape = list(placement.padded)
     for dim, axes in placement.dims:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -31,16 +32,45 @@ def unpack(
     """The leaf in the user's shape from the packed shards of all devices.
 
     Args:
-        packed: int8 (devices along each of ``axes``..., bytes).
+        packed: int8 (devices along each of ``axes``..., bytes), or of a stack (devices..., layers, bytes).
         placement: how the leaf is sharded.
         axes: the order of the leading dims.
         shard: the shape of a shard.
         dtype: of the result.
     """
     assert placement.wire.weights is not None
-    pieces = dequantize(packed, placement.wire.weights, math.prod(shard), dtype)
-    lead = pieces.shape[:-1]
+    lead = packed.shape[: len(axes)]
+    count = math.prod(shard[packed.ndim - len(axes) - 1 :])
+    pieces = dequantize(packed, placement.wire.weights, count, dtype)
     return plain.unpad(_merge(pieces.reshape(*lead, *shard), placement, axes), placement)
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """What a device lost of all that it sent of a leaf, for each hop, and how that is fed back (LoCo).
+
+    Attributes:
+        errors: for each hop a buffer in the layout of what is sent there, in units of ``unit``.
+        beta: the share of an old error that stays in the running one.
+        unit: fp32 scalar, the loss scale: what is reduced is so many times as large as the errors.
+    """
+
+    errors: Sequence[jax.Array]
+    beta: float
+    unit: jax.Array
+
+    def layer(self, errors: Sequence[jax.Array], index: jax.Array) -> Feedback:
+        """That of one layer of a stack, whose errors are ``errors``."""
+        cut = [jax.lax.dynamic_index_in_dim(stack, index, keepdims=False) for stack in errors]
+        return replace(self, errors=cut)
+
+
+def put_layer(
+    errors: Sequence[jax.Array], layer: Sequence[jax.Array], index: jax.Array
+) -> tuple[jax.Array, ...]:
+    """The stacks of errors with those of one layer replaced: in a loop's carry this is done in place."""
+    pairs = zip(errors, layer, strict=True)
+    return tuple(jax.lax.dynamic_update_index_in_dim(stack, new, index, 0) for stack, new in pairs)
 
 
 def reduce(value: jax.Array, placement: Placement, axes: Sequence[str]) -> jax.Array:
@@ -51,16 +81,47 @@ def reduce(value: jax.Array, placement: Placement, axes: Sequence[str]) -> jax.A
         placement: how the result is sharded, and in its ``wire`` the hops.
         axes: the ZeRO axes; over those that do not split the leaf the sum is whole.
     """
-    hops = placement.wire.hops
+    return reduce_with_feedback(value, placement, axes, None)[0]
+
+
+def reduce_with_feedback(
+    value: jax.Array, placement: Placement, axes: Sequence[str], feedback: Feedback | None
+) -> tuple[jax.Array, list[jax.Array]]:
+    """The same, and what is lost at each hop is kept and added to what is sent there the next time.
+
+    With e the running error and q what arrives of x + e, the next error is beta e + (1 - beta) (x + e - q). So the
+    sum of all q differs from the sum of all x by an error over (1 - beta), however many they are.
+
+    Args:
+        value: as for :func:`reduce`.
+        placement: as for :func:`reduce`.
+        axes: as for :func:`reduce`.
+        feedback: the errors so far; None: without.
+
+    Returns:
+        The shard of the sum, and the new errors. An element that is not finite leaves none.
+    """
+    hops, kept = placement.wire.hops, []
     pieces = _split(plain.pad(value, placement), placement, [axis for axis, _ in hops])
-    for axis, fmt in hops:
+    for index, (axis, fmt) in enumerate(hops):
         flat = pieces.reshape(pieces.shape[0], -1)
-        packed = quantize(flat, fmt)
+        if feedback is None:
+            packed = quantize(flat, fmt)
+        else:
+            order = [axis for axis, _ in hops[index:]]
+            part = placement.over(order)
+            owed = _split(feedback.errors[index], part, order).reshape(flat.shape).astype(jnp.float32)
+            sent = flat.astype(jnp.float32) + owed * feedback.unit
+            packed = quantize(sent, fmt)
+            lost = (sent - dequantize(packed, fmt, flat.shape[1], np.dtype(np.float32))) / feedback.unit
+            error = feedback.beta * owed + (1 - feedback.beta) * lost
+            error = jnp.where(jnp.isfinite(error), error, 0.0).reshape(pieces.shape)
+            kept.append(_merge(error, part, order).astype(feedback.errors[index].dtype))
         arrived = jax.lax.all_to_all(packed, axis, split_axis=0, concat_axis=0, tiled=True)
         addends = dequantize(arrived, fmt, flat.shape[1], np.dtype(np.float32))
         pieces = jnp.sum(addends, axis=0).reshape(pieces.shape[1:])
     rest = tuple(axis for axis in axes if axis not in placement.axes)
-    return plain.total(pieces, rest)
+    return plain.total(pieces, rest), kept
 
 
 def _split(value: jax.Array, placement: Placement, order: Sequence[str]) -> jax.Array:

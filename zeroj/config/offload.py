@@ -58,9 +58,15 @@ class OffloadParam(Section):
     nvme_path: Text | None = honoured(
         None, 'Folder for the files of "nvme".', auto="offload_param_nvme_path", min_length=1
     )
-    buffer_count: Int = honoured(5, "Host buffers in the ring between file and device.", gt=0)
-    buffer_size: Int = not_needed(10**8, "buffers are sized from the plan's shards", gt=0)
-    max_in_cpu: Int = honoured(10**9, 'Elements of "nvme" params that stay in host memory.', ge=0)
+    buffer_count: Int = honoured(5, 'Host buffers for "nvme" params that are read ahead.', gt=0)
+    buffer_size: Int = honoured(
+        10**8,
+        'Elements of a buffer for "nvme" params; left out, those of the largest piece.',
+        gt=0,
+    )
+    max_in_cpu: Int = honoured(
+        10**9, 'Elements of "nvme" params, of each host, that stay in its memory.', ge=0
+    )
     pin_memory: Bool = honoured(
         True, "Page-locked host memory; false is refused where a program must use it."
     )

@@ -72,6 +72,13 @@ ZERO_RULES: tuple[Rule, ...] = (
         lambda z: z.zero_quantized_nontrainable_weights,
         "frozen params are quantised in their shards",
     ),
+    Rule(
+        ("zero_quantized_nontrainable_weights", "offload_param"),
+        lambda z: (
+            z.zero_quantized_nontrainable_weights and z.offload_param and z.offload_param.device != "none"
+        ),
+        "keeps frozen params on the device as int8; with offload_param they live in host memory; choose one",
+    ),
     _stage3(
         "zero_quantized_gradients",
         lambda z: z.zero_quantized_gradients,
@@ -147,4 +154,7 @@ def device_faults(zero: Any, world: int, local: int, path: Path = ()) -> list[Fa
     if mics > 0 and world % mics:
         text = f"{mics} does not divide the {world} devices into equal groups"
         faults.append(Fault((*path, "mics_shard_size"), text))
+    if zero.mics_hierarchical_params_gather and mics > local and mics % local:
+        text = f"a group of {mics} devices is not a number of whole nodes of {local}; gather it in one"
+        faults.append(Fault((*path, "mics_hierarchical_params_gather"), text))
     return faults

@@ -42,8 +42,8 @@ def evaluate(
     inputs.check_batch(plan, batch)
 
     def program(
-        leaves: list[jax.Array], batch: Any, rng: jax.Array, state: Any
-    ) -> tuple[Any, list[jax.Array]]:
+        leaves: list[jax.Array], batch: Any, rng: jax.Array, state: Any, _: Any
+    ) -> tuple[Any, list[jax.Array], Any]:
         (key,) = view.keys(rng, 1)
         state = carried.enter(state, view.axes)
         traced, out_shape = losses.loss_program(
@@ -59,7 +59,7 @@ def evaluate(
         outs = walker.force(walker.run(traced, args, [None] * len(traced.jaxpr.outvars)))
         head = jax.tree.unflatten(jax.tree.structure(out_shape), outs)
         loss, _, aux = over_devices(head, view.axes, view.degree)
-        return (loss + walker.gathers.token(), aux), []
+        return (loss + walker.gathers.token(), aux), [], ()
 
-    (loss, aux), _ = view.run(program, (leaves, batch, rng, model_state), [])
+    (loss, aux), _, _ = view.run(program, (leaves, batch, rng, model_state), [])
     return loss, aux

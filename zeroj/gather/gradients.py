@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 
 from zeroj import _compat
 from zeroj.collectives.plain import total
+from zeroj.collectives.quantized import Feedback
 from zeroj.errors import PlanError
 from zeroj.gather import loss as losses
 from zeroj.gather import model_state as carried
@@ -18,9 +20,11 @@ from zeroj.gather.inputs import check_batch, check_params, interpreter, lazy_lea
 from zeroj.gather.kept import Kept
 from zeroj.gather.loss import LossOut
 from zeroj.gather.means import accumulate, over_devices
+from zeroj.gather.reductions import Reduction, slot_of
 from zeroj.gather.residual_check import check_offload
 from zeroj.gather.residuals import offload_residuals
 from zeroj.gather.views import View, make_view
+from zeroj.plan.feedback import Errors, fed_back
 from zeroj.plan.mesh import traced_on
 from zeroj.plan.plan import Plan
 
@@ -35,6 +39,7 @@ class Gradients(NamedTuple):
             :class:`zeroj.Mean` divided out.
         grads: one array per trained leaf, where the plan has gradients.
         model_state: what the model carries on, the same on every device.
+        errors: what quantising lost of the gradients (LoCo); see :mod:`zeroj.plan.feedback`.
     """
 
     loss: jax.Array
@@ -42,6 +47,7 @@ class Gradients(NamedTuple):
     aux: Any
     grads: list[jax.Array]
     model_state: Any = ()
+    errors: Any = ()
 
 
 def value_and_grad(
@@ -81,6 +87,12 @@ def value_and_grad(
     view = make_view(plan, loss_over)
     if offload_activations:
         check_offload(plan.mesh)
+    if fed_back(plan):
+        warnings.warn(
+            "zeropp_loco_param: the errors of quantised gradients are state of the whole step (make_train_step); "
+            "value_and_grad gives gradients without feedback.",
+            stacklevel=2,
+        )
     needs_rng = losses.takes_rng(loss_fn)
 
     stateful = losses.takes_state(loss_fn)
@@ -121,6 +133,7 @@ def gradients(
     has_aux: bool = False,
     host: bool = False,
     offload_activations: bool = False,
+    errors: Errors | tuple[()] = (),
 ) -> Gradients:
     """The gradient of the mean over the global batch, times ``scale``, in the layout of ``plan.grads``.
 
@@ -138,19 +151,20 @@ def gradients(
         host: whether gradients of leaves whose param and state are in host memory go there as they are made, in
             the dtype in which they arise. Sums over micro-batches stay on the device.
         offload_activations: whether what ``jax.checkpoint`` regions keep waits in host memory.
+        errors: what quantising lost of the gradients before; left out, it is not fed back.
     """
     leaves = check_params(plan, params)
     check_batch(plan, batch, accumulation)
     rng = jax.random.key(0) if rng is None else rng
 
-    def program(*args: Any) -> tuple[Any, list[jax.Array]]:
+    def program(*args: Any) -> tuple[Any, list[jax.Array], Any]:
         host_grads = host and accumulation == 1
         return _program(loss_fn, plan, view, args, accumulation, has_aux, host_grads, offload_activations)
 
     placements = [plan.grad_placement(leaf) for leaf in plan.leaves if leaf.trainable]
     args = (leaves, batch, rng, jnp.asarray(scale, jnp.float32), model_state)
-    (loss, weight, aux, state, token), grads = view.run(program, args, placements)
-    return Gradients(loss + token, weight, aux, grads, state)
+    (loss, weight, aux, state, token), grads, errors = view.run(program, args, placements, errors)
+    return Gradients(loss + token, weight, aux, grads, state, errors)
 
 
 def _program(
@@ -162,9 +176,9 @@ def _program(
     has_aux: bool,
     host: bool,
     offload: bool,
-) -> tuple[Any, list[jax.Array]]:
+) -> tuple[Any, list[jax.Array], Any]:
     """Micro-batches one after the other, then what is left to reduce."""
-    leaves, batch, rng, scale, before = args
+    leaves, batch, rng, scale, before, errors = args
     state = carried.enter(before, view.axes)
     live = [leaf for leaf in plan.leaves if leaf.trainable]
     batches = view.split(batch, accumulation)
@@ -173,32 +187,57 @@ def _program(
     at_once = accumulation == 1 or plan.stage.accumulator or not view.axes
     # Groups that hold the same state add their gradients once, after the last micro-batch.
     later = plan.replica_axes if at_once and accumulation > 1 and view.axes else ()
-    reductions = [view.reduction(leaf, later) for leaf in live]
-    if host:
-        kinds = [plan.gradient_memory(leaf) for leaf in live]
-        reductions = [replace(r, placement=r.placement.at(k)) for r, k in zip(reductions, kinds, strict=True)]
+    own = jax.tree.map(lambda x: x[0], errors) if errors else {}
+    reductions = _reductions(plan, view, later, host, own)
     keeps = any(plan.param_placement(leaf).wire.kept for leaf in plan.leaves)
     heads = len(jax.tree.leaves(out_shape))
     wanted = [None] * heads + (reductions if at_once else [None] * len(live))
 
-    def one(micro: Any, key: jax.Array, state: Any, kept: Kept) -> tuple[LossOut, list[jax.Array], jax.Array]:
+    def one(micro: Any, key: jax.Array, carry: Any, kept: Kept) -> tuple[LossOut, list[Any], jax.Array]:
+        state, errors = carry
         walker = interpreter(plan, view)
         walker.gathers.kept = kept
+        walker.errors = {path: Feedback(given, _beta(plan), scale) for path, given in errors.items()}
         values = [*lazy_leaves(plan, leaves), *jax.tree.leaves(micro), key, scale, *jax.tree.leaves(state)]
         outs = walker.force(walker.run(traced, values, wanted))
         head = jax.tree.unflatten(jax.tree.structure(out_shape), outs[:heads])
         made = [r.away(g) for r, g in zip(reductions, outs[heads:], strict=True)]
         wide = [_widened(g, plan.precision.accumulator(x.dtype)) for g, x in zip(made, live, strict=True)]
-        return head, wide, walker.gathers.token()
+        carry = head.model_state, {path: tuple(fed.errors) for path, fed in walker.errors.items()}
+        return head._replace(model_state=carry), wide, walker.gathers.token()
 
-    head, grads, token = accumulate(one, batches, keys, state, accumulation, view.axes, keeps)
+    head, grads, token = accumulate(one, batches, keys, (state, own), accumulation, view.axes, keeps)
+    state, own = head.model_state
     if not at_once:
         grads = [r(g) for r, g in zip(reductions, grads, strict=True)]
     grads = [total(g, later) for g in grads]
     grads = [_widened(g, plan.precision.gradient(x.dtype)) for g, x in zip(grads, live, strict=True)]
     loss, weight, aux = over_devices(head, view.axes, view.degree)
-    after = carried.leave(before, head.model_state, view.axes, view.degree)
-    return (loss, weight, aux, after, token), grads
+    after = carried.leave(before, state, view.axes, view.degree)
+    left = jax.tree.map(lambda x: x[None], own) if errors else ()
+    return (loss, weight, aux, after, token), grads, left
+
+
+def _reductions(
+    plan: Plan, view: View, later: tuple[str, ...], host: bool, fed: Collection[str]
+) -> list[Reduction]:
+    """How the gradient of each trained leaf is summed over devices; with feedback for the leaves in ``fed``."""
+    found = []
+    for leaf in (leaf for leaf in plan.leaves if leaf.trainable):
+        reduction = view.reduction(leaf, later)
+        if host:
+            kind = plan.gradient_memory(leaf)
+            reduction = replace(reduction, placement=reduction.placement.at(kind))
+        if leaf.path in fed:
+            reduction = replace(reduction, feedback=slot_of(leaf.path, leaf.shape))
+        found.append(reduction)
+    return found
+
+
+def _beta(plan: Plan) -> float:
+    """The share of an old error that stays in the running one."""
+    loco = plan.zero.zeropp_loco_param
+    return float(loco.err_beta) if loco else 0.0
 
 
 def _traced(

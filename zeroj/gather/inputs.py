@@ -16,8 +16,9 @@ from zeroj.gather.interpret import Interpreter
 from zeroj.gather.lazy import Shard
 from zeroj.gather.tokens import Gather
 from zeroj.plan import tree
+from zeroj.plan.cuts import ticket_shape
 from zeroj.plan.plan import ParamLeaf, Plan
-from zeroj.plan.rules import Placement
+from zeroj.plan.rules import NVME, Placement
 
 #: Elements gathered together unless the config says otherwise (stage3_prefetch_bucket_size). About one layer of
 #: width 4096: with DeepSpeed's 5e7 a large matrix would have to hide behind a single small one.
@@ -36,11 +37,15 @@ def check_params(plan: Plan, params: Any) -> list[jax.Array]:
     """
     found, treedef = tree.flatten(params)
     planned = {leaf.path: leaf for leaf in plan.leaves}
+    stored = {
+        path: ticket_shape(plan, leaf) if leaf.param_memory == NVME else plan.param_placement(leaf).padded
+        for path, leaf in planned.items()
+    }
     missing, extra = sorted(planned.keys() - found.keys()), sorted(found.keys() - planned.keys())
     wrong = [
-        f"{path}: shape {found[path].shape}, but the plan stores {plan.param_placement(leaf).padded}"
+        f"{path}: shape {found[path].shape}, but the plan stores {plan.stored_placement(leaf).padded}"
         for path, leaf in planned.items()
-        if path in found and found[path].shape != plan.param_placement(leaf).padded
+        if path in found and found[path].shape not in (stored[path], plan.stored_placement(leaf).padded)
     ]
     faults = [f"missing: {p}" for p in missing] + [f"not in the plan: {p}" for p in extra] + wrong
     if faults:
@@ -70,7 +75,8 @@ def check_memory(arrays: Iterable[tuple[str, Any, Placement]]) -> None:
     wrong = [
         f"{path}: {names[here]}, planned {names[planned]}"
         for path, value, placement in arrays
-        if (here := _compat.is_on_host(value)) != (planned := bool(placement.memory))
+        if placement.memory != NVME
+        and (here := _compat.is_on_host(value)) != (planned := bool(placement.memory))
     ]
     if wrong:
         raise PlanError(

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from zeroj import _compat
+from zeroj.collectives.quantized import Feedback, put_layer
 from zeroj.gather import kept, lazy
 from zeroj.gather.reductions import Reduction, ReductionPlan, Reductions, is_zero, place_reductions
-from zeroj.gather.stacks import Restacked, only_sliced, restack, warn_whole
-from zeroj.gather.tokens import Gather, Gathers
+from zeroj.gather.regions import NotAlike, Operands, Regions
+from zeroj.gather.stacks import Restacked, made_by, only_sliced, restack, stacks_of, warn_whole
+from zeroj.gather.tokens import Gather, Gathers, Tokens
 from zeroj.gather.uniform import Uniform
 
 
@@ -39,6 +43,15 @@ class Interpreter:
         self.reuse = reuse
         self.max_live = max_live
         self.gathers = Gathers(gather, bucket, reuse)
+        self.regions = Regions()
+        self.errors: dict[str, Feedback] = {}
+
+    def within(self, errors: dict[str, Feedback]) -> Interpreter:
+        """The interpreter of one iteration of a loop."""
+        inner = Interpreter(self.gather, self.bucket, self.reuse, self.max_live)
+        inner.regions, inner.errors = self.regions, errors
+        inner.gathers.free_start = True
+        return inner
 
     def run(
         self,
@@ -87,7 +100,18 @@ class Interpreter:
         """A gradient summed over devices; any other value as it is."""
         if reduction is None:
             return value
-        return self.gathers.reduce(self.force([value])[0], reduction)
+        (grad,) = self.force([value])
+        return self.gathers.reduce(grad, partial(self._reduce, reduction), reduction.small(grad.size))
+
+    def _reduce(self, reduction: Reduction, value: jax.Array) -> jax.Array:
+        """The sum over devices; what quantising loses of it goes into the leaf's errors, where it has any."""
+        slot = reduction.feedback
+        if slot is None:
+            return reduction(value)
+        before = self.errors[slot.path]
+        reduced, errors = reduction.with_feedback(value, slot, before)
+        self.errors[slot.path] = replace(before, errors=errors)
+        return reduced
 
     def force(self, values: Sequence[Any]) -> list[Any]:
         """Gathers and evaluates the lazy ones among ``values``; passes the others."""
@@ -136,9 +160,11 @@ class Interpreter:
         """Gathers what the equation needs, evaluates it, and lets go."""
         lazies = [value for value in operands if lazy.is_lazy(value)]
         with _compat.source_of(eqn):
-            self.gathers.issue([shard for value in lazies for shard in lazy.shards_of(value)])
+            shards = [shard for value in lazies for shard in lazy.shards_of(value)]
+            self.gathers.issue(shards)
             at_hand = [i for i, v in enumerate(operands) if isinstance(v, jax.Array)]
-            held = dict(zip(at_hand, self.gathers.before_use([operands[i] for i in at_hand]), strict=True))
+            values = self.gathers.before_use([operands[i] for i in at_hand], shards)
+            held = dict(zip(at_hand, values, strict=True))
             whole = [lazy.evaluate(held.get(i, v), self.gathers.whole) for i, v in enumerate(operands)]
         return _compat.bind(eqn, whole)
 
@@ -174,13 +200,13 @@ def _scan(
     near_kept: kept.Kept = {}
     kept_whole = self.keep(shards)
     rebuilt: list[Restacked | None] = []
+    fed = {r.feedback.path: self.errors[r.feedback.path] for r in wanted if r and r.feedback}
 
-    def body(carry: list[Any], sliced: tuple[list[Any], ...]) -> tuple[list[Any], Any]:
-        plain_xs, shard_slices, whole_slices, near_slices = sliced
+    def body(carried: tuple[list[Any], Any], sliced: tuple[Any, ...]) -> tuple[tuple[list[Any], Any], Any]:
+        (carry, errors), (plain_xs, shard_slices, whole_slices, near_slices, index) = carried, sliced
         slices = dict(zip(stacks, shard_slices, strict=True))
         args = [lazy.slice_of(x, slices) if s else p for x, s, p in zip(xs, staying, plain_xs, strict=True)]
-        inner = Interpreter(self.gather, self.bucket, self.reuse, self.max_live)
-        inner.gathers.free_start = True
+        inner = self.within({path: fed[path].layer(errors[path], index) for path in fed})
         inner.gathers.kept = kept.sliced(known, near_slices, slices)
         before = dict(inner.gathers.kept)
         for shard, whole in zip(shards, whole_slices, strict=False):
@@ -192,22 +218,25 @@ def _scan(
         rebuilt[:] = [restack(out, origin, outside) for out in outs[nk:]]
         real = [out for out, stack in zip(outs[nk:], rebuilt, strict=True) if stack is None]
         forced = inner.force(outs[:nk] + real)
-        pieces = [shard.array for stack in rebuilt if stack for shard in stack.made]
+        made = made_by(rebuilt)
         near_kept.clear()
-        near_kept.update(kept.stacked(inner.gathers.kept, before, origin))
+        near_kept.update(kept.stacked(inner.gathers.kept, before, origin, made))
         nears = [near.value for near in near_kept.values()]
-        return forced[:nk], (forced[nk:], pieces, nears, inner.gathers.token())
+        errors = {path: put_layer(errors[path], inner.errors[path].errors, index) for path in fed}
+        return (forced[:nk], errors), (forced[nk:], [s.array for s in made], nears, inner.gathers.token())
 
-    carry, (ys, pieces, nears, tokens) = jax.lax.scan(
+    stacked = [s.array for s in stacks.values()], kept_whole, [near.value for near in known.values()]
+    (carry, errors), (ys, pieces, nears, tokens) = jax.lax.scan(
         body,
-        list(init),
-        (whole_xs, [s.array for s in stacks.values()], kept_whole, [near.value for near in known.values()]),
+        (list(init), {path: tuple(f.errors) for path, f in fed.items()}),
+        (whole_xs, *stacked, jnp.arange(layout.length) if fed else None),
         length=layout.length,
         reverse=layout.reverse,
         unroll=layout.unroll,
     )
     self.gathers.gate = self.gathers.gate + jnp.sum(tokens)
-    self.gathers.kept |= kept.with_values(near_kept, nears)
+    self.gathers.kept |= kept.with_values(near_kept, nears, stacks_of(rebuilt, pieces, layout.length))
+    self.errors |= {path: replace(fed[path], errors=errors[path]) for path in fed}
     rest, made = iter(ys), iter(pieces)
     return [*carry, *(next(rest) if s is None else s.build(made, layout.length) for s in rebuilt)]
 
@@ -215,20 +244,49 @@ def _scan(
 def _remat(
     self: Interpreter, eqn: _compat.Eqn, operands: list[Any], wanted: Reductions, uniform: Uniform
 ) -> list[Any]:
-    """A region that the backward pass recomputes.
+    """A region that the backward pass recomputes; walked once for all layers that are alike."""
+    called = _compat.called_program(eqn)
+    assert called is not None
+    inner = uniform.of_call(eqn, called.jaxpr)
+    shards = [s for value in operands for s in lazy.shards_of(value)]
+    if self.reuse == math.inf or self.gathers.has(
+        shards
+    ):  # what is gathered outlives the region, or comes into it
+        return _recomputed(self, eqn, operands, wanted, inner)
+    try:
+        taken = Operands(operands)
+        key = self.regions.key(eqn, taken, wanted, inner.inputs(), self.gathers.progress())
+
+        def walk(arrays: list[jax.Array], tokens: Tokens) -> tuple[list[Any], Gathers]:
+            within = Interpreter(self.gather, self.bucket, self.reuse, self.max_live)
+            within.regions, within.gathers = self.regions, self.gathers.part(tokens)
+            return _recomputed(within, eqn, taken.rebuilt(arrays), wanted, inner), within.gathers
+
+        outs, tokens, progress = self.regions.call(key, walk, taken.arrays, self.gathers.tokens())
+    except NotAlike:
+        return _recomputed(self, eqn, operands, wanted, inner)
+    self.gathers.after(tokens, progress)
+    return outs
+
+
+def _recomputed(
+    self: Interpreter, eqn: _compat.Eqn, operands: list[Any], wanted: Reductions, uniform: Uniform
+) -> list[Any]:
+    """Walks such a region.
 
     Its activations go behind a barrier, as JAX itself does, or XLA would keep the forward's results instead.
     Within the region a gathered parameter serves the recomputation and the backward alike.
     """
     called = _compat.called_program(eqn)
     assert called is not None
-    self.gathers.enter_region([s for value in operands for s in lazy.shards_of(value)], self.max_live)
+    operands = list(operands)
+    self.gathers.enter_region(_in_order_of_use(called.jaxpr, operands), self.max_live)
     if eqn.params.get("differentiated"):
         at_hand = [i for i, v in enumerate(operands) if isinstance(v, jax.Array)]
         held = self.gathers.hold([operands[i] for i in at_hand])
         for i, value in zip(at_hand, held, strict=True):
             operands[i] = value
-    outs = self.run(called, operands, wanted, uniform=uniform.of_call(eqn, called.jaxpr))
+    outs = self.run(called, operands, wanted, uniform=uniform)
     self.gathers.leave_region()
     onward = [
         i for i, (v, w) in enumerate(zip(outs, wanted, strict=True)) if w is None and isinstance(v, jax.Array)
@@ -236,6 +294,21 @@ def _remat(
     for i, value in zip(onward, self.gathers.after_gradients([outs[i] for i in onward]), strict=True):
         outs[i] = value
     return outs
+
+
+def _in_order_of_use(jaxpr: _compat.Jaxpr, operands: Sequence[Any]) -> list[lazy.Shard]:
+    """The shards among a program's inputs, each once, by the first equation that reads them."""
+    of = {v: lazy.shards_of(value) for v, value in zip(jaxpr.invars, operands, strict=True)}
+    made_of: dict[Any, list[lazy.Shard]] = {v: shards for v, shards in of.items() if shards}
+    found: dict[lazy.Shard, None] = {}
+    for eqn in jaxpr.eqns:
+        read = [made_of[v] for v in eqn.invars if not isinstance(v, _compat.Literal) and v in made_of]
+        if read and len(read) == len(eqn.invars):  # of params alone: it waits for its own use
+            made_of |= {v: [s for shards in read for s in shards] for v in eqn.outvars}
+            continue
+        found |= {shard: None for shards in read for shard in shards}
+    found |= {shard: None for shards in of.values() for shard in shards}
+    return list(found)
 
 
 def _whole_first(

@@ -52,21 +52,33 @@ def sliced(stacks: Kept, values: Sequence[jax.Array], slices: Mapping[int, jax.A
     }
 
 
-def stacked(inside: Kept, before: Kept, origin: Mapping[int, Shard]) -> Kept:
+def stacked(inside: Kept, before: Kept, origin: Mapping[int, Shard], made: Sequence[Shard] = ()) -> Kept:
     """What one iteration kept anew, by the stacks that it belongs to; the values are still the iteration's.
 
     Args:
         inside: what was kept at the iteration's end.
         before: what was kept at its start.
         origin: id of a slice -> the stack that it was cut from.
+        made: shards that the iteration made itself and gives out (``p[i]``): the loop will stack them.
     """
+    belongs = {id(shard.array): shard for shard in made} | dict(origin)
+    new = {key: near for key, near in inside.items() if key not in before and key.array in belongs}
     return {
-        Key(id(origin[key.array].array), key.dtype, key.depth + 1): Near(origin[key.array], near.value)
-        for key, near in inside.items()
-        if key not in before and key.array in origin
+        Key(id(belongs[key.array].array), key.dtype, key.depth + 1): Near(belongs[key.array], near.value)
+        for key, near in new.items()
     }
 
 
-def with_values(kept: Kept, values: Sequence[jax.Array]) -> Kept:
-    """The same near shards, as the loop stacked them."""
-    return {key: Near(near.shard, value) for (key, near), value in zip(kept.items(), values, strict=True)}
+def with_values(kept: Kept, values: Sequence[jax.Array], stacks: Mapping[int, Shard]) -> Kept:
+    """The same near shards, as the loop stacked them.
+
+    Args:
+        kept: what :func:`stacked` gave.
+        values: the stack of each.
+        stacks: id of a shard's array that an iteration made -> the stack of them.
+    """
+    found: Kept = {}
+    for (key, near), value in zip(kept.items(), values, strict=True):
+        shard = stacks.get(key.array, near.shard)
+        found[key._replace(array=id(shard.array))] = Near(shard, value)
+    return found

@@ -6,7 +6,7 @@ with activations consumes it, and let go after that, so no full-size parameter o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zeroj import _compat
-from zeroj.plan.rules import Placement
+from zeroj.plan.rules import NVME, Placement
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +38,11 @@ class Shard:
     def shape(self) -> tuple[int, ...]:
         """The whole shape."""
         return self.placement.shape
+
+    @property
+    def layered(self) -> bool:
+        """Whether the array has the whole's first dim: one that is stored as bytes may have none but theirs."""
+        return not self.placement.wire.stored or self.array.ndim > 1
 
     @property
     def size(self) -> int:
@@ -94,7 +99,8 @@ Lazy = Shard | Expr | Stacked
 
 def stored(shard: Shard) -> jax.Array:
     """What waits at the gate before a gather: a shard in the dtype that travels, or where it lives on the host."""
-    return shard.array if shard.placement.memory else shard.array.astype(shard.dtype)
+    as_it_is = shard.placement.memory or shard.placement.wire.stored
+    return shard.array if as_it_is else shard.array.astype(shard.dtype)
 
 
 def fetched(array: jax.Array, shard: Shard) -> jax.Array:
@@ -169,12 +175,18 @@ ELEMENTWISE = frozenset({"convert_element_type", "neg", "copy", "stop_gradient",
 def sliceable(value: Any) -> bool:
     """Whether one slice along dim 0 can be had from slices of the shards alone."""
     if isinstance(value, Shard):
-        return bool(value.shape) and all(dim > 0 for dim, _ in value.placement.dims)
+        whole = bool(value.shape) and all(dim > 0 for dim, _ in value.placement.dims)
+        return whole and value.layered and _has_layers(value)
     if isinstance(value, Stacked):
         return all(sliceable(stack) for stack in value.stacks.values())
     if isinstance(value, Expr):
         return value.eqn.primitive.name in ELEMENTWISE and sliceable(value.operands[0])
     return False
+
+
+def _has_layers(shard: Shard) -> bool:
+    """Whether what stands for the shard in the program has its dim 0; a ticket has it if the files are so cut."""
+    return shard.placement.memory != NVME or shard.array.shape[0] == shard.shape[0]
 
 
 def slice_of(value: Lazy, slices: Mapping[int, jax.Array]) -> Lazy:
@@ -220,7 +232,7 @@ def sliced(eqn: Any, operands: list[Any]) -> Lazy | None:
         return None
     if name == "squeeze":
         gone = eqn.params["dimensions"]
-        if any(dim in gone for dim, _ in first.placement.dims):
+        if any(dim in gone for dim, _ in first.placement.dims) or not _keeps_bytes(first, gone):
             return None
         return Shard(
             jax.lax.squeeze(first.array, gone), first.placement.without(gone), first.dtype, first.path
@@ -230,6 +242,10 @@ def sliced(eqn: Any, operands: list[Any]) -> Lazy | None:
         return None
     array = first.array
     cut = [dim for dim, n in enumerate(first.shape) if n != placement.shape[dim]]
+    if not _keeps_bytes(first, cut):
+        return None
+    if placement.memory == NVME and (any(dim > 0 for dim in cut) or not _has_layers(first)):
+        return None  # whole files are read
     for dim in cut:
         if name == "slice":
             strides = eqn.params["strides"] or (1,) * len(first.shape)
@@ -237,12 +253,18 @@ def sliced(eqn: Any, operands: list[Any]) -> Lazy | None:
             array = jax.lax.slice_in_dim(array, *bounds, axis=dim)
         else:
             array = jax.lax.dynamic_slice_in_dim(array, operands[1 + dim], placement.shape[dim], axis=dim)
-    if (
-        name == "dynamic_slice" and placement.memory
+    if name == "dynamic_slice" and placement.memory not in (
+        "",
+        NVME,
     ):  # XLA lets such a slice leave the host at once, or not at all
         array = jax.device_put(array, jax.memory.Space.Device)
         placement = placement.at("")
     return Shard(array, placement, first.dtype, first.path)
+
+
+def _keeps_bytes(shard: Shard, dims: Sequence[int]) -> bool:
+    """Whether these dims can be cut or dropped without taking bytes of a packed shard apart."""
+    return not shard.placement.wire.stored or not dims or (tuple(dims) == (0,) and shard.layered)
 
 
 def apply(eqn: Any, operands: list[Any]) -> list[Lazy]:
@@ -257,7 +279,9 @@ def apply(eqn: Any, operands: list[Any]) -> list[Lazy]:
     if eqn.primitive.name == "convert_element_type" and isinstance(first, Shard):
         new = np.dtype(eqn.params["new_dtype"])
         floats = jnp.issubdtype(new, jnp.floating) and jnp.issubdtype(first.dtype, jnp.floating)
-        here = not first.placement.memory or first.array.dtype == first.dtype  # the host does not compute
+        kept = first.placement.memory  # the host does not compute, and a ticket is none of the numbers
+        here = not kept or (kept != NVME and first.array.dtype == first.dtype)
+        here = here and not first.placement.wire.stored
         if here and floats and new.itemsize <= first.dtype.itemsize:
             array = first.array if first.array.dtype == first.dtype else first.array.astype(first.dtype)
             return [Shard(array, first.placement, new, first.path)]

@@ -19,8 +19,30 @@ import numpy as np
 
 from zeroj import _compat
 from zeroj.collectives import plain, quantized
+from zeroj.collectives.quantized import Feedback
 from zeroj.gather.uniform import Uniform
 from zeroj.plan.rules import Placement
+
+#: Elements whose sum over devices takes its latency rather than its bytes.
+SMALL = 2**16
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Whose errors belong to a gradient that is quantised with feedback.
+
+    Attributes:
+        path: the leaf's path.
+        dims: dim of the gradient -> dim of the leaf, or of the leaf's slice within a loop.
+    """
+
+    path: str
+    dims: tuple[int, ...]
+
+
+def slot_of(path: str, shape: Sequence[int]) -> Slot:
+    """The slot of a gradient that is laid out as its leaf."""
+    return Slot(path, tuple(range(len(shape))))
 
 
 @dataclass(frozen=True)
@@ -33,12 +55,25 @@ class Reduction:
         axes: the ZeRO axes.
         whole: whether every device gets the whole sum. It is then scattered and gathered rather than
             all-reduced: the same bytes, and in half precision the same rounding as at the sharded stages.
+        feedback: whose errors are fed back, or None.
     """
 
     placement: Placement
     dtype: np.dtype
     axes: tuple[str, ...]
     whole: bool = False
+    feedback: Slot | None = None
+
+    def with_feedback(
+        self, value: jax.Array, slot: Slot, feedback: Feedback
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """Sums ``value`` over the devices, with what was lost before; and what is lost now."""
+        turned = [jnp.transpose(error, slot.dims) for error in feedback.errors]
+        reduced, errors = quantized.reduce_with_feedback(
+            value, self.placement, self.axes, replace(feedback, errors=turned)
+        )
+        back = [slot.dims.index(dim) for dim in range(len(slot.dims))]
+        return reduced.astype(value.dtype), [jnp.transpose(error, back) for error in errors]
 
     def __call__(self, value: jax.Array) -> jax.Array:
         """Sums ``value`` over the devices."""
@@ -49,6 +84,10 @@ class Reduction:
         if self.whole:
             reduced = plain.gather(reduced, self.placement)
         return reduced.astype(value.dtype)
+
+    def small(self, elements: int) -> bool:
+        """Whether summing so many elements takes its latency rather than its bytes, and gives what is whole anyway."""
+        return elements <= SMALL and not self.placement.sharded and not self.whole
 
     def zero(self, dtype: Any) -> jax.Array:
         """The sum of zeros, without any communication."""
@@ -165,6 +204,8 @@ def _inside_scan(
 ) -> list[Reduction | None]:
     """The reductions that move into a loop's body: of stacked outputs, and of sums of slices.
 
+    Slices whose sum would take its latency rather than its bytes stay outside: their stack is summed at once.
+
     A carry moves if the body only adds to it what is smaller than it, as when it sums the gradients of slices
     of a stack: then no more is sent than at the end. Its first value is then reduced as well.
     """
@@ -175,7 +216,10 @@ def _inside_scan(
             inner.append(None)
         elif index >= layout.num_carry:
             free = all(dim > 0 for dim, _ in reduction.placement.dims)
-            inner.append(_of_slice(reduction) if free else None)
+            small = reduction.small(math.prod(eqn.outvars[index].aval.shape[1:]))
+            if reduction.feedback is not None:  # its errors are cut along the leaf's first dim
+                free = free and reduction.feedback.dims[0] == 0
+            inner.append(_of_slice(reduction) if free and not small else None)
         else:
             first = eqn.invars[layout.num_consts + index]
             movable = not isinstance(first, _compat.Literal) and uses[first] == 1 and first not in blocked
@@ -222,7 +266,10 @@ def _through(eqn: _compat.Eqn, reduction: Reduction | None, uniform: Uniform) ->
     if name == "transpose":
         inverse = np.argsort(eqn.params["permutation"])
         moved = reduction.placement.transposed([int(i) for i in inverse])
-        return {eqn.invars[0]: replace(reduction, placement=moved)}
+        slot = reduction.feedback
+        if slot is not None:
+            slot = replace(slot, dims=tuple(slot.dims[i] for i in inverse))
+        return {eqn.invars[0]: replace(reduction, placement=moved, feedback=slot)}
     if name == "add_any":
         return {var: reduction for var in eqn.invars}
     if name == "convert_element_type" and eqn.invars[0].aval.dtype == reduction.dtype:
@@ -236,7 +283,7 @@ def _through(eqn: _compat.Eqn, reduction: Reduction | None, uniform: Uniform) ->
 
 def _resized(reduction: Reduction, operands: Sequence[Any]) -> dict[Any, Reduction] | None:
     """The reduction for operands that differ in size from the result, where no split dim differs."""
-    if reduction.whole:
+    if reduction.whole or reduction.feedback is not None:  # errors are those of the leaf, not of a piece
         return None
     found: dict[Any, Reduction] = {}
     for var in operands:
@@ -258,7 +305,10 @@ def _pads_whole_dims(eqn: _compat.Eqn, reduction: Reduction) -> bool:
 def _of_slice(reduction: Reduction | None) -> Reduction | None:
     if reduction is None:
         return None
-    return replace(reduction, placement=reduction.placement.without_dim0())
+    slot = reduction.feedback
+    if slot is not None:
+        slot = replace(slot, dims=tuple(dim - 1 for dim in slot.dims[1:]))
+    return replace(reduction, placement=reduction.placement.without_dim0(), feedback=slot)
 
 
 def _uses(jaxpr: _compat.Jaxpr) -> Counter:

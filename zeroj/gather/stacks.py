@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,12 +51,29 @@ def restack(out: Any, origin: Mapping[int, lazy.Shard], outside: Collection[int]
     shards = lazy.shards_of(out)
     if not shards or any(id(s.array) in outside for s in shards):
         return None
+    if any(s.placement.wire.stored and id(s.array) not in origin for s in shards):
+        return None  # bytes that the body cut anew have no place in a stack
     known: dict[lazy.Shard, lazy.Shard] = {}
     for shard in shards:
         if id(shard.array) in origin:
             outer = origin[id(shard.array)]
             known[shard] = lazy.Shard(outer.array, outer.placement, shard.dtype, shard.path)
     return Restacked(out, known, tuple(shard for shard in shards if shard not in known))
+
+
+def made_by(outs: Sequence[Restacked | None]) -> list[lazy.Shard]:
+    """The shards that a body itself made, in the order of what the loop stacks for them."""
+    return [shard for out in outs if out for shard in out.made]
+
+
+def stacks_of(
+    outs: Sequence[Restacked | None], arrays: Sequence[jax.Array], length: int
+) -> dict[int, lazy.Shard]:
+    """Id of the array of a shard that the body made -> the stack of them."""
+    return {
+        id(s.array): lazy.Shard(array, s.placement.stacked(length), s.dtype, s.path)
+        for s, array in zip(made_by(outs), arrays, strict=True)
+    }
 
 
 def only_sliced(body: Uniform, index: int, value: Any) -> bool:
@@ -75,6 +92,8 @@ def only_sliced(body: Uniform, index: int, value: Any) -> bool:
         if eqn.primitive.name != "dynamic_slice" or not all(v in body for v in eqn.invars[1:]):
             return False
         shape = eqn.outvars[0].aval.shape
+        if value.placement.wire.stored and not (value.layered and shape[1:] == value.shape[1:]):
+            return False
         return math.prod(shape) < value.size and value.placement.resized(shape) is not None
 
     users = [eqn for eqn in body.jaxpr.eqns if any(v is var for v in eqn.invars)]

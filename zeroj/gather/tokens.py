@@ -8,9 +8,10 @@ of the bucket before is about to start. Every output of a barrier must be used, 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ import numpy as np
 from zeroj.gather import lazy
 from zeroj.gather.kept import Kept, Key, Near
 from zeroj.gather.lazy import Shard
-from zeroj.plan.rules import Placement
+from zeroj.plan.rules import NVME, Placement
 
 
 class Gather(Protocol):
@@ -30,6 +31,23 @@ class Gather(Protocol):
 
     def gather(self, near: jax.Array, placement: Placement, dtype: np.dtype) -> jax.Array:
         """The whole parameter, in the user's shape."""
+
+    def read(self, ticket: jax.Array, path: str, placement: Placement) -> jax.Array:
+        """The stored shard of a parameter that lies in files, from its ticket."""
+
+
+Tokens = tuple[jax.Array, ...]
+
+
+class Progress(NamedTuple):
+    """Where in its buckets a straight piece of program stands."""
+
+    free_start: bool
+    started: bool
+    in_bucket: int
+    opens: bool
+    unheld: int
+    in_region: bool
 
 
 class Gathers:
@@ -61,7 +79,33 @@ class Gathers:
         self._outer: list[tuple[bool, float]] = []
         self._in_region = False
         self._whole: dict[tuple[int, str], tuple[int, Shard, jax.Array]] = {}
+        self._next: dict[tuple[int, str], tuple[int, str]] = {}
         self.kept: Kept = {}
+
+    def tokens(self) -> Tokens:
+        """What a part of the program that is a function of its own takes in and gives out."""
+        return self.gate, self.ready, self.made, self._reduced, self._reduced_earlier
+
+    def progress(self) -> Progress:
+        """What the next gathers depend on beside the tokens."""
+        started = bool(self._total)
+        return Progress(self.free_start, started, self._in_bucket, self._opens, self._unheld, self._in_region)
+
+    def part(self, tokens: Tokens) -> Gathers:
+        """Gathers that go on from here within such a part."""
+        inner = Gathers(self._gather, self.bucket, self.reuse)
+        inner._go_on(tokens, self.progress())
+        return inner
+
+    def after(self, tokens: Tokens, progress: Progress) -> None:
+        """Goes on where the gathers of such a part stopped, none of which is used again."""
+        self._go_on(tokens, progress)
+        self._whole = {}
+
+    def _go_on(self, tokens: Tokens, progress: Progress) -> None:
+        self.gate, self.ready, self.made, self._reduced, self._reduced_earlier = tokens
+        self.free_start, started, self._in_bucket, self._opens, self._unheld, self._in_region = progress
+        self._total = int(started)  # distances count from here: nothing that was gathered before is at hand
 
     def issue(self, shards: Sequence[Shard]) -> None:
         """Gathers those of ``shards`` that are not at hand."""
@@ -79,16 +123,33 @@ class Gathers:
         if self._total > size or not self.free_start:
             arrays, self.gate = jax.lax.optimization_barrier((arrays, self.gate))
         for (key, shard), array in zip(new.items(), arrays, strict=True):
-            near = array if key in kept else self._gather.near(lazy.fetched(array, shard), shard.placement)
+            near = array if key in kept else self._gather.near(self._fetched(array, shard), shard.placement)
             if key not in kept and shard.placement.wire.kept:
                 self.kept[Key(*key)] = Near(shard, near)
             self._whole[key] = (self._total, shard, self._gather.gather(near, shard.placement, shard.dtype))
 
-    def before_use(self, values: Sequence[jax.Array]) -> list[jax.Array]:
-        """Marks the start of the first use in a bucket; the next bucket's gathers wait for ``values``."""
-        if not (self._opens and values):
-            return list(values)
-        return self.hold(values if self._in_region else self.after_gradients(values))
+    def _fetched(self, array: jax.Array, shard: Shard) -> jax.Array:
+        """What waited at the gate, on the device and in the dtype that travels."""
+        if shard.placement.memory != NVME:
+            return lazy.fetched(array, shard)
+        return self._gather.read(array, shard.path, shard.placement).astype(shard.dtype)
+
+    def before_use(self, values: Sequence[jax.Array], shards: Sequence[Shard]) -> list[jax.Array]:
+        """Marks the start of the first use in a bucket; the next bucket's gathers wait for ``values``.
+
+        In a region ``values`` also wait for the params of the next use: XLA starts a gather as late as it thinks
+        will do, and does not reckon with those that are under way before it.
+        """
+        held = list(values)
+        following = [self._next[key] for key in map(_key, shards) if key in self._next]
+        following = [key for key in following if key in self._whole]
+        if following and held:
+            count, shard, whole = self._whole[following[-1]]
+            held, whole = jax.lax.optimization_barrier((held, whole))
+            self._whole[following[-1]] = count, shard, whole
+        if not (self._opens and held):
+            return held
+        return self.hold(held if self._in_region else self.after_gradients(held))
 
     def hold(self, values: Sequence[jax.Array]) -> list[jax.Array]:
         """Puts ``values`` behind a barrier, and the next bucket's gathers behind ``values``."""
@@ -113,10 +174,21 @@ class Gathers:
         """Whether a bucket of gradients was marked since anything was held for them."""
         return self._unheld >= self.bucket
 
-    def reduce(self, grad: jax.Array, reduction: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """Reduces a gradient over devices, in step with the backward pass."""
+    def reduce(
+        self, grad: jax.Array, reduction: Callable[[jax.Array], jax.Array], late: bool = False
+    ) -> jax.Array:
+        """Reduces a gradient over devices, in step with the backward pass.
+
+        Args:
+            grad: this device's addend.
+            reduction: sums it.
+            late: whether it is made in step, but summed when it suits: a small one holds no memory, and XLA joins
+                the sums of many layers to one, where each would cost its latency between two large ones.
+        """
         self._unheld += grad.size
         grad, self.made = jax.lax.optimization_barrier((grad, self.made))
+        if late:
+            return reduction(grad)
         reduced, self._reduced = jax.lax.optimization_barrier((reduction(grad), self._reduced))
         return reduced
 
@@ -132,16 +204,26 @@ class Gathers:
         self._outer.append((self._in_region, self.reuse))
         self._in_region = True
         if self.reuse != math.inf:
-            self.reuse, self._whole = max_live, {}
+            self.reuse, self._whole = max_live, self._at_hand(shards)
         if shards:
             self._open()
             if 2 * sum(shard.size for shard in shards) <= max_live:
+                keys = [_key(shard) for shard in shards]
+                self._next = dict(itertools.pairwise(keys))
                 self._in_bucket = -max_live
                 self.issue(shards)
+
+    def has(self, shards: Sequence[Shard]) -> bool:
+        """Whether one of ``shards`` is at hand: the last layer's, where the forward pass turns into the backward."""
+        return bool(self._at_hand(shards))
+
+    def _at_hand(self, shards: Sequence[Shard]) -> dict[tuple[int, str], tuple[int, Shard, jax.Array]]:
+        return {key: self._whole[key] for key in map(_key, shards) if key in self._whole}
 
     def leave_region(self) -> None:
         """Ends the region: nothing that it gathered is used again."""
         self._in_region, self.reuse = self._outer.pop()
+        self._next = {}
         if self.reuse != math.inf:
             self._whole = {}
         if self._total:

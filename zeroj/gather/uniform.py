@@ -52,6 +52,10 @@ class Uniform:
         """The values of another program with the same inputs."""
         return Uniform(jaxpr, self._inputs, self._differing)
 
+    def inputs(self) -> list[bool]:
+        """For each input whether it is uniform."""
+        return [False] * len(self.jaxpr.invars) if self._inputs is None else list(self._inputs())
+
     def outputs(self) -> list[bool]:
         """For each output whether it is uniform."""
         return [v in self for v in self.jaxpr.outvars]

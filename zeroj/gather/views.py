@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -42,6 +43,9 @@ class View(Protocol):
     def gather(self, near: jax.Array, placement: Placement, dtype: np.dtype) -> jax.Array:
         """The whole leaf, in the user's shape and ``dtype``, from what ``near`` gave."""
 
+    def read(self, ticket: jax.Array, path: str, placement: Placement) -> jax.Array:
+        """The stored shard of a leaf that lies in files, from its ticket."""
+
     def reduction(self, leaf: ParamLeaf, later: tuple[str, ...] = ()) -> Reduction:
         """How the gradient of a leaf is summed over devices; over the axes in ``later`` the caller sums it."""
 
@@ -51,32 +55,76 @@ class View(Protocol):
     def keys(self, rng: jax.Array, accumulation: int) -> jax.Array:
         """(accumulation,) keys."""
 
-    def run(self, program: Callable[..., Any], args: tuple[Any, ...], grads: list[Placement]) -> Any:
-        """Runs ``program(leaves, batch, *whole)``, which returns (whole values, list of gradients)."""
+    def run(
+        self, program: Callable[..., Any], args: tuple[Any, ...], grads: list[Placement], errors: Any = ()
+    ) -> Any:
+        """Runs ``program(leaves, batch, *whole, errors)``: returns (whole values, list of gradients, errors).
+
+        Args:
+            program: it.
+            args: leaves, batch and what is whole.
+            grads: where the gradients live.
+            errors: arrays of which each device has its own, along dim 0.
+        """
 
 
-def make_view(plan: Plan, loss_over: str) -> View:
+class Files(Protocol):
+    """What reads params from files while a program runs (see :class:`zeroj.spill.reader.ParamReader`).
+
+    Attributes:
+        dtypes: path of a leaf -> the dtype in which it is stored.
+    """
+
+    dtypes: dict[str, np.dtype]
+
+    def read(self, ticket: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """What a ticket stands for, on the host."""
+
+
+def make_view(plan: Plan, loss_over: str, files: Files | None = None) -> View:
     """The view that ``loss_over`` names.
 
+    Args:
+        plan: the plan.
+        loss_over: "device" or "global".
+        files: what reads params from files.
+
     Raises:
-        PlanError: it names none.
+        PlanError: it names none, or params lie in files and nothing reads them.
     """
     if loss_over not in ("device", "global"):
         raise PlanError(f"loss_over must be 'device' or 'global', not {loss_over!r}.")
+    if plan.spills_params and files is None:
+        raise PlanError(
+            "The plan keeps params in files, which a function of your own cannot read: use zj.make_train_step and "
+            'zj.make_eval_step, or "device": "cpu" in offload_param.'
+        )
     if loss_over == "global" and any(leaf.placement.wire != PLAIN for leaf in plan.leaves):
         raise PlanError(
             "ZeRO++ (zero_hpz_partition_size, zero_quantized_weights, zero_quantized_gradients) decides what each "
             'device sends, and under loss_over="global" XLA\'s partitioner does. Use loss_over="device", with '
             "jax.lax.pmean over plan.zero_axes for values across devices, or leave ZeRO++ out."
         )
-    return DeviceView(plan) if loss_over == "device" else GlobalView(plan)
+    return DeviceView(plan, files) if loss_over == "device" else GlobalView(plan, files)
+
+
+def _called(files: Files | None, ticket: jax.Array, path: str, shape: tuple[int, ...]) -> jax.Array:
+    """Has one device's part of a param read by the host while the program runs."""
+    assert files is not None
+    dtype = files.dtypes[path]
+    read = partial(files.read, shape=shape, dtype=dtype)
+    return jax.pure_callback(read, jax.ShapeDtypeStruct(shape, dtype), ticket)
 
 
 class DeviceView:
     """The loss sees this device's slice of the batch."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan, self.axes, self.degree = plan, plan.zero_axes, plan.degree
+    def __init__(self, plan: Plan, files: Files | None = None) -> None:
+        self.plan, self.axes, self.degree, self.files = plan, plan.zero_axes, plan.degree, files
+
+    def read(self, ticket: jax.Array, path: str, placement: Placement) -> jax.Array:
+        """Calls the host for this device's shard."""
+        return _called(self.files, ticket, path, tuple(fetch.shard_shape(placement)))
 
     def near(self, array: jax.Array, placement: Placement) -> jax.Array:
         """All-gathers over the axes whose result is kept."""
@@ -108,18 +156,21 @@ class DeviceView:
         """Different on every device and for every micro-batch."""
         return jax.random.split(jax.random.fold_in(rng, jax.lax.axis_index(self.axes)), accumulation)
 
-    def run(self, program: Callable[..., Any], args: tuple[Any, ...], grads: list[Placement]) -> Any:
+    def run(
+        self, program: Callable[..., Any], args: tuple[Any, ...], grads: list[Placement], errors: Any = ()
+    ) -> Any:
         """Runs inside ``shard_map`` over the ZeRO axes; the mesh's other axes stay automatic."""
         plan, whole = self.plan, PartitionSpec()
-        params = [plan.param_placement(leaf).zero_spec for leaf in plan.leaves]
+        own = PartitionSpec(plan.zero_axes)
+        params = [plan.stored_placement(leaf).zero_spec for leaf in plan.leaves]
         return jax.shard_map(
             program,
             mesh=plan.mesh,
-            in_specs=(params, batch_specs(plan, args[1]), *(whole for _ in args[2:])),
-            out_specs=(whole, [p.zero_spec for p in grads]),
+            in_specs=(params, batch_specs(plan, args[1]), *(whole for _ in args[2:]), own),
+            out_specs=(whole, [p.zero_spec for p in grads], own),
             axis_names=set(plan.zero_axes),
             check_vma=False,
-        )(*args)
+        )(*args, errors)
 
 
 @dataclass(frozen=True)
@@ -145,9 +196,25 @@ class Constraint(Reduction):
 class GlobalView:
     """The loss sees the whole batch, as under plain pjit."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan, self.degree = plan, 1
+    def __init__(self, plan: Plan, files: Files | None = None) -> None:
+        self.plan, self.degree, self.files = plan, 1, files
         self.axes: tuple[str, ...] = ()
+
+    def read(self, ticket: jax.Array, path: str, placement: Placement) -> jax.Array:
+        """Has every device call the host for its shard."""
+
+        def one(ticket: jax.Array) -> jax.Array:
+            return _called(self.files, ticket, path, tuple(fetch.shard_shape(placement)))
+
+        spec = placement.zero_spec
+        return jax.shard_map(
+            one,
+            mesh=self.plan.mesh,
+            in_specs=(spec,),
+            out_specs=spec,
+            axis_names=set(self.plan.zero_axes),
+            check_vma=False,
+        )(ticket)
 
     def near(self, array: jax.Array, placement: Placement) -> jax.Array:
         """As it is: the partitioner gathers in one."""
@@ -185,10 +252,12 @@ class GlobalView:
         """Different for every micro-batch."""
         return jax.random.split(rng, accumulation)
 
-    def run(self, program: Callable[..., Any], args: tuple[Any, ...], grads: list[Placement]) -> Any:
+    def run(
+        self, program: Callable[..., Any], args: tuple[Any, ...], grads: list[Placement], errors: Any = ()
+    ) -> Any:
         """Runs as it is."""
         del grads
-        return program(*args)
+        return program(*args, errors)
 
 
 def _wire_dtype(plan: Plan, leaf: ParamLeaf) -> np.dtype:

@@ -28,12 +28,13 @@ def live_bytes(device: jax.Device | None = None) -> dict[str, int]:
 
 def host_bytes() -> tuple[int, int]:
     """Resident bytes of this process, now and at most."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     try:
-        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
-    except OSError:  # not Linux
+        lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    except OSError:  # not Linux: the most alone, in which a parent that it was forked from counts too
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return peak, peak
-    return pages * resource.getpagesize(), peak
+    sizes = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith("Vm")}
+    return int(sizes["VmRSS"]) * 1024, int(sizes["VmHWM"]) * 1024
 
 
 def memory_text(when: str) -> str:

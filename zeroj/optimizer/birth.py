@@ -109,27 +109,34 @@ class _Birth:
             self._keep_master(i, value, None)
 
     def _keep_state(self, index: int, value: jax.Array) -> None:
+        placement = self.plan.state_leaves[index].placement
         self.inner[index] = value
         if index in self.spilled.inner:
             self.spilled.inner[index].write(value)
             self.inner[index] = self.spilled.inner[index]
+        elif placement.memory:
+            self.inner[index] = jax.device_put(value, self.plan.sharding(placement))
 
     def _keep_master(self, index: int, value: Any, on_devices: Any) -> None:
         """Puts a master in its place, and makes the stored param from it."""
         plan, leaf = self.plan, self.plan.leaves[index]
         array = self._on_devices(value) if on_devices is None else on_devices
         make = traced_on(plan.mesh, lambda x: as_params(plan, [leaf], [x]))
-        (self.params[index],) = jax.jit(make, out_shardings=[plan.sharding(plan.param_placement(leaf))])(
-            array
-        )
-        self.masters[index] = value
+        (param,) = jax.jit(make, out_shardings=[plan.sharding(plan.stored_placement(leaf))])(array)
+        self.params[index], self.masters[index] = param, value
+        if index in self.spilled.params:
+            self.params[index] = self.spilled.params[index]
+            if value is not self.params[index]:
+                self.params[index].write(param)
         if index in self.spilled.masters:
             if value is not self.spilled.masters[index]:
                 self.spilled.masters[index].write(array)
             self.masters[index] = self.spilled.masters[index]
 
     def _on_devices(self, value: Any) -> jax.Array:
-        return value if isinstance(value, jax.Array) else value.to_devices()
+        if not isinstance(value, jax.Array):
+            return value.to_devices()
+        return jax.device_put(value, jax.memory.Space.Device) if _compat.is_on_host(value) else value
 
     def _struct(self, index: int) -> jax.ShapeDtypeStruct:
         leaf = self.plan.leaves[index]

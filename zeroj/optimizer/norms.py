@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from zeroj import _compat
-from zeroj.optimizer.pieces import PIECE_BYTES
+from zeroj.plan.cuts import PIECE_BYTES
 
 
 def sum_of_squares(grad: jax.Array, divisor: jax.Array, parts: int = 1) -> jax.Array:

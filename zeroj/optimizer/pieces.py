@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 
 from zeroj.optimizer.flow import Const, Flow, Op
 from zeroj.optimizer.partition import SplitUpdate
+from zeroj.plan.cuts import PIECE_BYTES, Cut, cut_along, state_piece_bytes
 from zeroj.plan.memory import shard_bytes
 from zeroj.plan.plan import ParamLeaf, Plan
 
-#: Bytes of a device's optimizer state in one piece, unless sub_group_size says otherwise ...
-PIECE_BYTES = 64 * 2**20
-#: ... or that would make more pieces than this: every piece is part of the program, and has to be compiled.
+#: Unless "sub_group_size" says otherwise, at most so many pieces: each is part of the program, and is compiled.
 MAX_PIECES = 32
 
 #: Primitives that make each element of their result from the same element of their operands, or leave the
@@ -24,15 +23,6 @@ ELEMENTWISE = frozenset(
     " or pad pow reduce_precision rem round rsqrt select_n sharding_constraint sign sin slice sqrt square"
     " squeeze stop_gradient sub tan tanh xor".split()
 )
-
-
-@dataclass(frozen=True)
-class Cut:
-    """``count`` pieces of ``size`` along ``dim``."""
-
-    dim: int
-    size: int
-    count: int
 
 
 @dataclass(frozen=True)
@@ -54,10 +44,8 @@ def piece_bytes(plan: Plan) -> int:
     host = [(s.placement, s.dtype) for s in plan.state_leaves if s.placement.memory]
     masters = [(plan.master_placement(x), plan.master_dtype(x)) for x in plan.leaves if x.trainable]
     total = sum(shard_bytes(plan, p, d) for p, d in host + [m for m in masters if m[0].memory])
-    if "sub_group_size" in plan.zero.model_fields_set:
-        elements = sum(shard_bytes(plan, x.placement, x.dtype) // x.dtype.itemsize for x in plan.leaves)
-        return int(plan.zero.sub_group_size * total / max(elements, 1))
-    return max(PIECE_BYTES, total // MAX_PIECES)
+    given = state_piece_bytes(plan, total)
+    return max(PIECE_BYTES, total // MAX_PIECES) if given is None else given
 
 
 def cuts_of(plan: Plan, split: SplitUpdate, limit: int) -> dict[int, Cut]:
@@ -68,10 +56,18 @@ def cuts_of(plan: Plan, split: SplitUpdate, limit: int) -> dict[int, Cut]:
         if len(members) > 1 or not (live[members[0]].state_memory or live[members[0]].param_memory):
             continue
         leaf = live[members[0]]
-        cut = _cut(leaf, math.ceil(_leaf_bytes(plan, leaf) / max(limit, 1)))
+        cut = cut_along(leaf.placement, math.ceil(_leaf_bytes(plan, leaf) / max(limit, 1)))
         if cut and _elementwise(split, group, leaf, cut.dim):
             found[group] = cut
     return found
+
+
+def file_cuts(plan: Plan, split: SplitUpdate) -> dict[int, Cut]:
+    """Group -> how its files are cut, for the groups that can be updated so."""
+    live = [leaf for leaf in plan.leaves if leaf.trainable]
+    single = {g: live[members[0]] for g, members in enumerate(split.groups) if len(members) == 1}
+    cuts = {g: plan.file_cuts[leaf.path] for g, leaf in single.items()}
+    return {g: cut for g, cut in cuts.items() if cut and _elementwise(split, g, single[g], cut.dim)}
 
 
 def piece_plan(plan: Plan, split: SplitUpdate, cuts: dict[int, Cut]) -> Plan:
@@ -108,22 +104,6 @@ def in_order(groups: int, cuts: dict[int, Cut], first: Callable[[int], bool]) ->
 def _leaf_bytes(plan: Plan, leaf: ParamLeaf) -> int:
     total = sum(shard_bytes(plan, s.placement, s.dtype) for s in plan.state_leaves if s.owner == leaf.path)
     return total + shard_bytes(plan, plan.master_placement(leaf), plan.master_dtype(leaf))
-
-
-def _cut(leaf: ParamLeaf, count: int) -> Cut | None:
-    """The cut along an unsharded dim into the fewest equal pieces that are at least ``count``."""
-    if count <= 1:
-        return None
-    placement = leaf.placement
-    taken = {dim for dim, _ in placement.dims} | {dim for dim, axes in enumerate(placement.model) if axes}
-    best: Cut | None = None
-    for dim, size in enumerate(placement.shape):
-        if dim in taken or placement.padded[dim] != size or size == 1:
-            continue
-        parts = next(d for d in range(min(count, size), size + 1) if size % d == 0)
-        if best is None or (best.count < count < parts) or (count <= parts < best.count):
-            best = Cut(dim, size // parts, parts)
-    return best
 
 
 def _elementwise(split: SplitUpdate, group: int, leaf: ParamLeaf, dim: int) -> bool:

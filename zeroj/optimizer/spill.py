@@ -1,8 +1,9 @@
 """The update of optimizer state that lies in files: part by part, each read, updated on the device, written.
 
 The whole update is taken apart into what mixes leaves and a part for each leaf (see
-:mod:`zeroj.optimizer.partition`). Each part is a compiled program of its own; parts of one shape share one. Reads
-run ahead and writes run behind, as the settings say, with a bounded number of bytes of host memory.
+:mod:`zeroj.optimizer.partition`). Each part is a compiled program of its own; parts of one shape share one. A leaf
+whose files are cut, and whose update is elementwise, is updated piece by piece, by one program. Reads run ahead and
+writes run behind, as the settings say, with a bounded number of bytes of host memory.
 """
 
 from __future__ import annotations
@@ -10,84 +11,29 @@ from __future__ import annotations
 import math
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from zeroj import _compat
-from zeroj.optimizer.flow import Op, run_op, value_of
+from zeroj.optimizer.flow import Flow, Op, run_op, value_of
 from zeroj.optimizer.partition import SplitUpdate, split_update
+from zeroj.optimizer.pieces import file_cuts, piece_plan, same_operations
+from zeroj.optimizer.spill_layout import Inputs, Layout, Part
 from zeroj.optimizer.spill_pass import Pass
 from zeroj.optimizer.update import Arrays, as_params, updated
+from zeroj.plan.cuts import Cut
 from zeroj.plan.mesh import traced_on
 from zeroj.plan.plan import Plan
-from zeroj.plan.rules import NVME, Placement
+from zeroj.plan.rules import NVME
 from zeroj.spill.buffers import Arenas, round_up
 from zeroj.spill.tier import is_spilled
 
 #: Threads that bring updated parts from the device to the files.
 WRITERS = 2
-
-
-@dataclass(frozen=True)
-class Part:
-    """What is updated by one program.
-
-    Attributes:
-        inputs: the update's inputs that it takes: masters, then gradients, then state, of its leaves.
-        outputs: the update's outputs that it gives: masters, then state.
-    """
-
-    groups: tuple[int, ...]
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-
-
-class Layout:
-    """The inputs of an update by number: masters, gradients, state, the loss; and where each lives."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.numbers = [i for i, leaf in enumerate(plan.leaves) if leaf.trainable]
-        self.live = [plan.leaves[i] for i in self.numbers]
-        self.count, self.inner_at = len(self.live), 2 * len(self.live)
-        self.end = self.inner_at + len(plan.state_leaves)
-        names = {leaf.path: j for j, leaf in enumerate(self.live)}
-        own = list(range(self.count))
-        self.inner_owners = [names.get(s.owner) for s in plan.state_leaves]
-        self.owners: list[int | None] = [*own, *own, *self.inner_owners, None]
-        self.out_owners: list[int | None] = [*own, *self.inner_owners]
-
-    def struct(self, index: int) -> jax.ShapeDtypeStruct:
-        """An input on the device."""
-        plan = self.plan
-        if index >= self.end:
-            return jax.ShapeDtypeStruct((), jax.numpy.float32, sharding=plan.replicated)
-        if index >= self.inner_at:
-            state = plan.state_leaves[index - self.inner_at]
-            return self._struct(state.placement, state.dtype)
-        leaf = self.live[index % self.count]
-        if index >= self.count:
-            return self._struct(plan.grad_placement(leaf), plan.precision.seen(leaf.dtype))
-        if plan.has_master:
-            return self._struct(plan.master_placement(leaf), plan.master_dtype(leaf))
-        return self._struct(plan.param_placement(leaf), plan.param_dtype(leaf))
-
-    def out_shardings(self, output: int) -> list[Any]:
-        """Of what a part gives for one output: a master comes with the param that is made from it."""
-        plan = self.plan
-        if output >= self.count:
-            return [self.struct(output + self.count).sharding]
-        leaf = self.live[output]
-        master = [self.struct(output).sharding] if plan.has_master else []
-        return [plan.sharding(plan.param_placement(leaf).at("")), *master]
-
-    def _struct(self, placement: Placement, dtype: Any) -> jax.ShapeDtypeStruct:
-        sharding = self.plan.sharding(placement.at(""))
-        return jax.ShapeDtypeStruct(placement.padded, dtype, sharding=sharding)
 
 
 class SpilledUpdate:
@@ -99,17 +45,17 @@ class SpilledUpdate:
     """
 
     def __init__(self, tx: optax.GradientTransformationExtraArgs, plan: Plan, donate: bool = True) -> None:
-        assert plan.spill is not None
-        self.plan, self.donate, self.settings = plan, donate, plan.spill
-        self.layout = Layout(plan)
-        self.split = self._take_apart(tx)
-        spilled = self._spilled_inputs()
+        settings = plan.spill or plan.spill_params
+        assert settings is not None
+        self.plan, self.donate, self.settings = plan, donate, settings
+        self.layout = self.pieces = Layout(plan)
+        self.split = self.by_piece = self._take_apart(tx, self.layout)
+        cuts = self._cuts(tx)
         groups = range(len(self.split.groups))
-        in_files = [g for g in groups if spilled & set(self.split.inputs[g])]
-        rest = tuple(g for g in groups if g not in in_files)
-        self.resident = self._part(rest)
-        self.parts = [self._part((g,)) for g in in_files]
-        largest = max((self._host_bytes(p, spilled) for p in self.parts), default=0)
+        away = [g for g in groups if self._off_device(g)]
+        self.resident = self._part(tuple(g for g in groups if g not in away))
+        self.parts = [self._part((g,), cuts.get(g)) for g in away]
+        largest = max((self._host_bytes(p) for p in self.parts), default=0)
         self.buffer_bytes = self.settings.buffer_count * largest
         self.arenas = Arenas(self.buffer_bytes)
         self.writers = ThreadPoolExecutor(WRITERS, thread_name_prefix="zeroj-spill-writer")
@@ -140,52 +86,94 @@ class SpilledUpdate:
                 {i: self.layout.out_shardings(i)[0] for i in self.split.shared_outputs},
             )
             self._shared_program = jax.jit(traced_on(self.plan.mesh, run), out_shardings=shardings)
-        given = [_read(values[i]) for i in at]
+        given = [self.to_devices(i, values[i]) for i in at]
         known, outs = self._shared_program(given)
         return [known[v] for v in self._shared_order], outs
 
+    def to_devices(self, index: int, value: Any) -> Any:
+        """An input, whole, on the devices."""
+        if is_spilled(value):
+            return value.to_devices()
+        return (
+            jax.device_put(value, self.layout.struct(index).sharding) if self.layout.memory(index) else value
+        )
+
     def program(self, part: Part, shared: list[Any]) -> Any:
-        """The compiled program of a part: (donated inputs, others, free inputs, shared) -> outputs in order."""
+        """The compiled program of a part: (*Inputs, shared, old, start) -> outputs in order.
+
+        Of a part that is cut it makes one piece: ``start`` is where along the cut's dim that begins. What lies in
+        files comes and goes as that piece, all else whole, and so do the params in ``old``, whose memory it reuses.
+        """
         if part not in self._compiled:
-            donated, kept, free = self.inputs_of(part)
-            order = [*donated, *kept, *free]
-            flow = self.split.flow
-            ops = flow.closure(flow.values(part.outputs), dict.fromkeys(self._shared_order))
-            kept_alive = self._used_elsewhere(part, ops)
-
-            def run(donated: list[Any], kept: list[Any], free: list[Any], shared: list[Any]) -> Any:
-                given = dict(zip(order, [*donated, *kept, *free], strict=True))
-                known = dict(zip(self._shared_order, shared, strict=True))
-                for op in ops:
-                    known.update(run_op(op, known, given.__getitem__))
-                made = {n: value_of(flow.outs[n], known, given.__getitem__) for n in part.outputs}
-                results = [v for n, value in made.items() for v in self._outputs(n, value)]
-                return results, [known[v] for v in kept_alive]
-
-            structs = [[self.layout.struct(i) for i in some] for some in (donated, kept, free)]
-            structs.append(
-                [jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=self.plan.replicated) for v in shared]
-            )
-            shardings = [s for output in part.outputs for s in self.layout.out_shardings(output)]
-            jitted = jax.jit(
-                traced_on(self.plan.mesh, run),
-                donate_argnums=(0,),
-                out_shardings=(shardings, self.plan.replicated),
-            )
-            lowered = jitted.lower(*structs)
-            text = lowered.as_text()
-            if text not in self._programs:
-                self._programs[text] = lowered.compile()
-            self._compiled[part] = self._programs[text]
+            self._compiled[part] = self._compile(part, shared)
         return self._compiled[part]
 
-    def inputs_of(self, part: Part) -> tuple[list[int], list[int], list[int]]:
-        """A part's inputs: those whose memory it may reuse, other ones, and those of no leaf."""
+    def _compile(self, part: Part, shared: list[Any]) -> Any:
+        inputs, flow = self.inputs_of(part), self._flow(part)
+        order = [*inputs.donated, *inputs.kept, *inputs.free]
+        ops = flow.closure(flow.values(part.outputs), dict.fromkeys(self._shared_order))
+        kept_alive, old = self._used_elsewhere(part, ops), self.updated_in_place(part)
+
+        def run(donated: list[Any], kept: list[Any], free: list[Any], *rest: Any) -> Any:
+            shared, params, start = rest
+            given = dict(zip(order, [*donated, *kept, *free], strict=True))
+            before = dict(zip(old, params, strict=True))
+            get = lambda i: self._piece_of(part, i, given[i], start)  # noqa: E731
+            known = dict(zip(self._shared_order, shared, strict=True))
+            for op in ops:
+                known.update(run_op(op, known, get))
+            made = {n: value_of(flow.outs[n], known, get) for n in part.outputs}
+            results = [
+                v for n, value in made.items() for v in self._outputs(part, n, value, before, given, start)
+            ]
+            return results, [known[v] for v in kept_alive]
+
+        structs: list[Any] = [[self._given(part, i) for i in some] for some in inputs]
+        structs.append(
+            [jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=self.plan.replicated) for v in shared]
+        )
+        structs.append([self.layout.param_struct(n) for n in old])
+        structs.append(jax.ShapeDtypeStruct((), np.int32))
+        shardings = [s for output in part.outputs for s in self.layout.out_shardings(output)]
+        jitted = jax.jit(
+            traced_on(self.plan.mesh, run),
+            donate_argnums=(0, 4),
+            out_shardings=(shardings, self.plan.replicated),
+        )
+        lowered = jitted.lower(*structs)
+        text = lowered.as_text()
+        if text not in self._programs:
+            self._programs[text] = lowered.compile()
+        return self._programs[text]
+
+    def inputs_of(self, part: Part) -> Inputs:
+        """A part's inputs."""
         is_grad = lambda i: self.layout.count <= i < self.layout.inner_at  # noqa: E731
-        spilled = self._spilled_inputs()
-        donated = [i for i in part.inputs if not is_grad(i) and (self.donate or i in spilled)]
+        fresh = lambda i: self.donate or bool(self.layout.memory(i))  # noqa: E731
+        donated = [i for i in part.inputs if not is_grad(i) and fresh(i)]
         kept = [i for i in part.inputs if i not in donated]
-        return donated, kept, [i for i, owner in enumerate(self.layout.owners) if owner is None]
+        return Inputs(donated, kept, [i for i, owner in enumerate(self.layout.owners) if owner is None])
+
+    def updated_in_place(self, part: Part) -> list[int]:
+        """Of a part that is cut, the leaves whose stored params are not in files, nor their own masters."""
+        if part.cut is None or not self.plan.has_master:
+            return []
+        return [n for n in part.outputs if n < self.layout.count and self.layout.param_memory(n) != NVME]
+
+    def _given(self, part: Part, index: int) -> jax.ShapeDtypeStruct:
+        """An input as the part's program takes it."""
+        piece = part.cut is not None and self.layout.memory(index) == NVME
+        return (self.pieces if piece else self.layout).struct(index)
+
+    def _piece_of(self, part: Part, index: int, value: Any, start: Any) -> Any:
+        """The piece of an input that is updated now."""
+        cut = part.cut
+        if cut is None or index not in part.inputs or self.layout.memory(index) == NVME:
+            return value
+        return jax.lax.dynamic_slice_in_dim(value, start, cut.size, cut.dim)
+
+    def _flow(self, part: Part) -> Flow:
+        return (self.split if part.cut is None else self.by_piece).flow
 
     def _used_elsewhere(self, part: Part, ops: list[Op]) -> list[int]:
         """Numbers that this part uses once and the whole update more often.
@@ -193,7 +181,7 @@ class SpilledUpdate:
         XLA divides by a number that is used once by multiplying with its reciprocal, and so rounds otherwise than
         in a program of all leaves. Such numbers become results of the part, which is a second use.
         """
-        flow, same = self.split.flow, self._same
+        flow, same = self._flow(part), self._same
 
         def uses(ops: list[Op], outs: list[Any]) -> Counter[int]:
             return Counter(
@@ -216,40 +204,68 @@ class SpilledUpdate:
                 same.update(zip(op.outputs, known, strict=False))
         return same
 
-    def _outputs(self, output: int, value: Any) -> list[Any]:
-        if output >= self.layout.count:
-            return [value]
-        params = as_params(self.plan, [self.layout.live[output]], [value])
-        return [*params, *([value] if self.plan.has_master else [])]
+    def _outputs(
+        self, part: Part, output: int, value: Any, old: dict[int, Any], given: dict[int, Any], start: Any
+    ) -> list[Any]:
+        """What a part's program gives for one output; where it is a piece of what is not in files, the whole."""
+        layout, cut = self.layout, part.cut
 
-    def _part(self, groups: tuple[int, ...]) -> Part:
+        def put(new: Any, before: Any, memory: str) -> Any:
+            if cut is None or memory == NVME:
+                return new
+            return jax.lax.dynamic_update_slice_in_dim(before, new, start, cut.dim)
+
+        if output >= layout.count:
+            index = output + layout.count
+            return [put(value, given.get(index), layout.memory(index))]
+        pieces = self.pieces if cut else layout
+        (param,) = as_params(pieces.plan, [pieces.live[output]], [value])
+        before = old.get(output, given.get(output))
+        param = put(param, before, layout.param_memory(output))
+        return [
+            param,
+            *([put(value, given.get(output), layout.memory(output))] if self.plan.has_master else []),
+        ]
+
+    def _part(self, groups: tuple[int, ...], cut: Cut | None = None) -> Part:
         inputs = sorted({i for g in groups for i in self.split.inputs[g]})
         outputs = sorted({i for g in groups for i in self.split.outputs[g]})
-        return Part(groups, tuple(inputs), tuple(outputs))
+        return Part(groups, tuple(inputs), tuple(outputs), cut)
 
-    def _spilled_inputs(self) -> set[int]:
-        layout, plan = self.layout, self.plan
-        masters = {
-            j
-            for j, leaf in enumerate(layout.live)
-            if plan.has_master and plan.master_placement(leaf).memory == NVME
-        }
-        return masters | {
-            layout.inner_at + s for s, leaf in enumerate(plan.state_leaves) if leaf.placement.memory == NVME
-        }
+    def _cuts(self, tx: optax.GradientTransformationExtraArgs) -> dict[int, Cut]:
+        """Group -> cut, and the update of leaves that have the shape of one piece."""
+        cuts = {g: cut for g, cut in file_cuts(self.plan, self.split).items() if self._off_device(g)}
+        if not cuts:
+            return {}
+        pieces = Layout(piece_plan(self.plan, self.split, cuts))
+        by_piece = self._take_apart(tx, pieces)
+        if not same_operations(self.split.flow, by_piece.flow):
+            return {}
+        self.pieces, self.by_piece = pieces, by_piece
+        return cuts
 
-    def _host_bytes(self, part: Part, spilled: set[int]) -> int:
-        total = 0
-        for i in spilled & set(part.inputs):
-            struct = self.layout.struct(i)
+    def _off_device(self, group: int) -> bool:
+        """Whether anything that a group's update changes does not live on the devices."""
+        layout = self.layout
+        params = [layout.param_memory(n) for n in self.split.outputs[group] if n < layout.count]
+        return any([*map(layout.memory, self.split.inputs[group]), *params])
+
+    def _host_bytes(self, part: Part) -> int:
+        """What is read for a part, and params that are written beside their masters."""
+        layout, total = self.layout, 0
+        structs = [self._given(part, i) for i in part.inputs if layout.memory(i) == NVME]
+        if self.plan.has_master:
+            made = [n for n in part.outputs if n < layout.count and layout.param_memory(n) == NVME]
+            structs += [(self.pieces if part.cut else layout).param_struct(n) for n in made]
+        for struct in structs:
             shard = struct.sharding.shard_shape(struct.shape)
             each = round_up(jax.numpy.dtype(struct.dtype).itemsize * math.prod(shard))
             indices = struct.sharding.addressable_devices_indices_map(struct.shape).values()
             total += each * len({str(index) for index in indices})
         return total
 
-    def _take_apart(self, tx: optax.GradientTransformationExtraArgs) -> SplitUpdate:
-        plan, layout = self.plan, self.layout
+    def _take_apart(self, tx: optax.GradientTransformationExtraArgs, layout: Layout) -> SplitUpdate:
+        plan = layout.plan
 
         def update(values: list[Any]) -> Any:
             n = layout.count
@@ -264,7 +280,3 @@ class SpilledUpdate:
         ]
         program, _ = _compat.trace(traced_on(plan.mesh, update), structs)
         return split_update(program, layout.owners, layout.out_owners)
-
-
-def _read(value: Any) -> Any:
-    return value.to_devices() if is_spilled(value) else value

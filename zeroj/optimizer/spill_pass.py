@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 from zeroj.optimizer.update import Arrays
-from zeroj.spill.tier import Reading, SpilledArray, Tier, arena_bytes, is_spilled, start_writes
+from zeroj.plan.rules import NVME
+from zeroj.spill.reading import Reading, arena_bytes
+from zeroj.spill.tier import SpilledArray, is_spilled, start_writes
 
 if TYPE_CHECKING:
     from zeroj.optimizer.spill import Part, SpilledUpdate
@@ -22,9 +26,11 @@ class Pass:
         self.update, self.arrays = update, arrays
         self.layout, self.settings = update.layout, update.settings
         self.values: list[Any] = [*arrays.masters, *[None] * self.layout.count, *arrays.inner]
-        self.tier = _tier(self.values)
-        for value in filter(is_spilled, self.values):
-            self.tier.check(value)
+        files = [v for v in (*arrays.params, *self.values) if is_spilled(v)]
+        self.tiers = list({id(v.tier): v.tier for v in files}.values())
+        for value in files:
+            value.tier.check(value)
+        self._queue = [(part, piece) for part in update.parts for piece in part.pieces]
         self._reads: deque[tuple[list[int], Reading]] = deque()
         self._writes: deque[tuple[int, Future[None]]] = deque()
         self._next, self._writing = 0, 0
@@ -56,68 +62,127 @@ class Pass:
         for part in [update.resident, *update.parts]:
             update.program(part, shared)  # compiled before anything is changed
         params = list(self.arrays.params)
-        self.tier.lost = "a step was interrupted while it updated the files."
+        self._mark("a step was interrupted while it updated the files.")
         try:
-            self._do(update.resident, {}, params, shared)
-            for part in update.parts:
+            self._do(update.resident, None, {}, params, shared)
+            for part, piece in self._queue:
                 self._read_next()
                 indices, reading = self._reads.popleft()
                 found = dict(zip(indices, reading.to_devices(), strict=True))
                 if self.settings.pipeline_read:
                     self._read_ahead()
-                self._do(part, found, params, shared)
+                self._do(part, piece, found, params, shared)
                 self._finish_writes(0 if not self.settings.pipeline_write else None)
             self._finish_writes(0)
         except BaseException as error:
-            self.tier.lost = f"a step was interrupted while it updated the files ({error})."
+            self._mark(f"a step was interrupted while it updated the files ({error}).")
             self._abandon()
             raise
-        self.tier.lost = ""
+        self._mark("")
         for output, value in outs.items():  # only now: the parts read what was there before
             self.values[output + self.layout.count if output >= self.layout.count else output] = value
         masters = self.values[: self.layout.count] if update.plan.has_master else params
         return Arrays(params, masters, self.values[self.layout.inner_at : self.layout.end])
 
-    def _do(self, part: Part, found: dict[int, Any], params: list[Any], shared: list[Any]) -> None:
-        """Runs one part's program, and puts its results in their places."""
+    def _mark(self, lost: str) -> None:
+        for tier in self.tiers:
+            tier.lost = lost
+
+    def _do(
+        self, part: Part, piece: int | None, found: dict[int, Any], params: list[Any], shared: list[Any]
+    ) -> None:
+        """Runs the program of a part, or of a piece of it, and puts its results in their places.
+
+        Args:
+            part: the part.
+            piece: the number of the piece, or None.
+            found: what was read from files, by input.
+            params: stored params, replaced.
+            shared: what parts need of each other.
+        """
         update, layout = self.update, self.layout
-        donated, kept, free = update.inputs_of(part)
+        first, last = piece in (None, 0), piece in (None, part.pieces[-1])
+        if first:
+            self._bring(part, params)
+        inputs, old = update.inputs_of(part), update.updated_in_place(part)
         get = lambda i: found.pop(i) if i in found else self.values[i]  # noqa: E731
-        given = [[get(i) for i in some] for some in (donated, kept, free)]
-        for i in (*donated, *kept):
-            if layout.count <= i < layout.inner_at:
-                self.values[i] = None
-        if update.plan.has_master and update.donate:
-            for output in part.outputs:
-                if output < layout.count:
-                    params[output].delete()  # its successor comes from the master, and takes its room
-        results, _ = update.program(part, shared)(*given, shared)
-        made = iter(results)
-        pairs: list[tuple[SpilledArray, Any]] = []
+        given = [[get(i) for i in some] for some in inputs]
+        if last:
+            for i in (*inputs.donated, *inputs.kept):
+                if layout.count <= i < layout.inner_at:
+                    self.values[i] = None
+        start = 0 if part.cut is None or piece is None else piece * part.cut.size
+        before = [params[n] for n in old]
+        results, _ = update.program(part, shared)(*given, shared, before, np.int32(start))
+        self._keep(part, piece, iter(results), params)
+        if last:
+            self._send_back(part, params)
+
+    def _bring(self, part: Part, params: list[Any]) -> None:
+        """Brings what is in host memory to the devices, and makes room for params that come from their masters."""
+        update, layout = self.update, self.layout
+        for i in part.inputs:
+            if layout.memory(i) not in ("", NVME):
+                self.values[i] = update.to_devices(i, self.values[i])
+        if not update.plan.has_master:
+            return
+        in_place = update.updated_in_place(part)
         for output in part.outputs:
-            index = output
+            if output >= layout.count or is_spilled(params[output]):
+                continue
+            if output in in_place:
+                struct = layout.param_struct(output)
+                if layout.param_memory(output):
+                    params[output] = jax.device_put(params[output], struct.sharding)
+                elif not update.donate:
+                    params[output] = jax.numpy.copy(params[output])
+            elif update.donate:
+                params[output].delete()  # its successor comes from the master, and takes its room
+
+    def _keep(self, part: Part, piece: int | None, made: Iterator[Any], params: list[Any]) -> None:
+        """Puts results in their places, and begins to write those that belong into files."""
+        update, layout = self.update, self.layout
+        pairs: list[tuple[SpilledArray, Any]] = []
+
+        def place(old: Any, new: Any) -> Any:
+            if not is_spilled(old):
+                return new
+            handle = old if piece else old.tier.renew(old)
+            pairs.append((handle if piece is None else handle.piece(piece), new))
+            return handle
+
+        for output in part.outputs:
             if output < layout.count:
-                params[output] = next(made)
+                params[output] = place(params[output], next(made))
                 if not update.plan.has_master:
+                    self.values[output] = params[output]
                     continue
-            else:
-                index = output + layout.count
-            old, new = self.values[index], next(made)
-            if is_spilled(old):
-                self.values[index] = self.tier.renew(old)
-                pairs.append((self.values[index], new))
-            else:
-                self.values[index] = new
+            index = output if output < layout.count else output + layout.count
+            self.values[index] = place(self.values[index], next(made))
         if pairs:
             nbytes = arena_bytes(array for array, _ in pairs)
             self._writing += nbytes
             self._writes.append((nbytes, update.writers.submit(_write, pairs)))
 
+    def _send_back(self, part: Part, params: list[Any]) -> None:
+        """Brings back to host memory what lives there."""
+        layout, plan = self.layout, self.update.plan
+        for i in part.inputs:
+            kind = layout.memory(i)
+            if kind not in ("", NVME) and not layout.count <= i < layout.inner_at:
+                self.values[i] = _to_kind(self.values[i], kind)
+        for output in part.outputs:
+            if output < layout.count and layout.param_memory(output) not in ("", NVME):
+                own = not plan.has_master
+                params[output] = (
+                    self.values[output] if own else _to_kind(params[output], layout.param_memory(output))
+                )
+
     def _read_next(self) -> None:
         """Makes sure that the next part's read has begun, whatever has to end first."""
         if self._reads:
             return
-        arrays = self._spilled(self.update.parts[self._next])
+        arrays = self._spilled(*self._queue[self._next])
         need = arena_bytes(arrays.values())
         self._finish_writes(max(self.update.buffer_bytes - self.update.arenas.in_use - need, 0))
         self._start_read(arrays)
@@ -125,8 +190,8 @@ class Pass:
     def _read_ahead(self) -> None:
         """Begins further reads while there is room for them beside the largest part's write."""
         reserve = self.update.buffer_bytes // self.settings.buffer_count
-        while self._next < len(self.update.parts):
-            arrays = self._spilled(self.update.parts[self._next])
+        while self._next < len(self._queue):
+            arrays = self._spilled(*self._queue[self._next])
             used = self.update.arenas.in_use + self._writing + arena_bytes(arrays.values())
             if used > self.update.buffer_bytes - reserve:
                 return
@@ -136,8 +201,9 @@ class Pass:
         self._next += 1
         self._reads.append((list(arrays), Reading(list(arrays.values()), self.update.arenas)))
 
-    def _spilled(self, part: Part) -> dict[int, SpilledArray]:
-        return {i: self.values[i] for i in part.inputs if is_spilled(self.values[i])}
+    def _spilled(self, part: Part, piece: int | None) -> dict[int, SpilledArray]:
+        files = {i: self.values[i] for i in part.inputs if is_spilled(self.values[i])}
+        return files if piece is None else {i: array.piece(piece) for i, array in files.items()}
 
     def _finish_writes(self, allowed: int | None) -> None:
         """Waits until at most ``allowed`` bytes are being written; None: until the buffers' bound is kept."""
@@ -173,5 +239,6 @@ def _settle(pending: Any) -> Exception | None:
     return None
 
 
-def _tier(values: list[Any]) -> Tier:
-    return next(value.tier for value in values if is_spilled(value))
+def _to_kind(value: jax.Array, kind: str) -> jax.Array:
+    moved = jax.device_put(value, value.sharding.with_memory_kind(kind))
+    return moved

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from zeroj import _compat
-from zeroj.collectives import plain
+from zeroj.collectives import frozen, plain
 from zeroj.plan.plan import ParamLeaf, Plan
 from zeroj.plan.rules import Placement
 
@@ -134,7 +134,7 @@ def as_params(plan: Plan, leaves: list[ParamLeaf], shards: list[jax.Array]) -> l
         for s, x in zip(shards, leaves, strict=True)
     ]
     if plan.stage.params or not plan.stage.opt_state:
-        return cast
+        return [frozen.pack(plan, x, v) if x.packed else v for x, v in zip(leaves, cast, strict=True)]
     placements = [plan.master_placement(leaf) for leaf in leaves]
     return jax.shard_map(
         lambda values: [plain.gather(v, p) for v, p in zip(values, placements, strict=True)],
@@ -155,6 +155,8 @@ def on_device(value: jax.Array, placement: Placement) -> jax.Array:
 def master_view(plan: Plan, leaf: ParamLeaf, value: jax.Array) -> jax.Array:
     """A param or master as the optimizer sees it: the user's shape, the master's dtype, sharded as its state."""
     placement = plan.master_placement(leaf)
+    if leaf.packed and value.dtype == jnp.int8:
+        value = frozen.unpack(plan, leaf, value)
     if value.shape == leaf.shape:
         value = plain.pad(value, placement)
     value = jax.lax.with_sharding_constraint(value, plan.sharding(placement.at("")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +57,26 @@ class ParamLeaf:
     def shape(self) -> tuple[int, ...]:
         """The user's shape."""
         return self.placement.shape
+
+    @property
+    def packed(self) -> bool:
+        """Whether it is stored as int8 (frozen, ``zero_quantized_nontrainable_weights``)."""
+        return self.placement.wire.stored
+
+    def stored(self, devices: int) -> Placement:
+        """Where the array of a packed leaf lives: (bytes,), split over the leaf's axes.
+
+        A leaf of three dims or more whose first is not split may be a stack of layers: (layers, bytes).
+
+        Args:
+            devices: how many devices its axes have.
+        """
+        fmt, padded = self.placement.wire.weights, self.placement.padded
+        assert fmt is not None and self.packed
+        stack = padded[:1] if len(padded) > 2 and all(dim > 0 for dim, _ in self.placement.dims) else ()
+        count = math.prod(padded[len(stack) :]) // devices
+        shape = (*stack, devices * fmt.packed_bytes(count))
+        return Placement(shape, shape, ((len(stack), self.placement.axes),))
 
 
 @dataclass(frozen=True)

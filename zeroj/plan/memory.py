@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jax.sharding import Mesh
 
+from zeroj.plan.feedback import error_bytes
+from zeroj.plan.groups import SPAN
 from zeroj.plan.rules import NVME, Placement
 from zeroj.plan.wire import BLOCK
 
@@ -27,8 +29,9 @@ class MemoryReport:
 
     Attributes:
         device: part -> bytes on each device: "params", "master", "opt_state", "grads", "accumulator", and under
-            hpZ "secondary": what a step keeps of its gathers, and drops at its end.
-        host: part -> bytes in each host's memory; "spill_buffers" at most, while state in files is updated.
+            hpZ "secondary": what a step keeps of its gathers, and drops at its end; under LoCo "errors".
+        host: part -> bytes in each host's memory; "spill_buffers" at most, while state in files is updated, and
+            "param_buffers", while a step reads params from files.
         nvme: part -> bytes on each host's disk.
         whole: part -> bytes the same part would take unsharded on one device.
     """
@@ -45,8 +48,8 @@ class MemoryReport:
 
     @property
     def resident(self) -> int:
-        """Bytes on one device between steps: params, master and optimizer state, without gradients."""
-        return sum(self.device[part] for part in ("params", "master", "opt_state"))
+        """Bytes on one device between steps: params, master, optimizer state, LoCo's errors; no gradients."""
+        return sum(self.device.get(part, 0) for part in ("params", "master", "opt_state", "errors"))
 
     def __str__(self) -> str:
         rows = [f"{'part':<12} {'bytes/device':>16} {'unsharded':>16}"]
@@ -66,7 +69,7 @@ def memory_report(plan: Plan) -> MemoryReport:
     accumulates = plan.stage.accumulator
     policy = plan.precision
     parts: dict[str, list[tuple[Placement, np.dtype]]] = {
-        "params": [(plan.param_placement(leaf), plan.param_dtype(leaf)) for leaf in plan.leaves],
+        "params": [(plan.stored_placement(leaf), plan.stored_dtype(leaf)) for leaf in plan.leaves],
         "master": [(plan.master_placement(leaf), policy.master(leaf.dtype)) for leaf in live]
         if plan.has_master
         else [],
@@ -88,27 +91,26 @@ def memory_report(plan: Plan) -> MemoryReport:
     files = {
         part: sum(file_bytes(plan, p, d) for p, d in rows if p.memory == NVME) for part, rows in parts.items()
     }
+    if plan.spills:
+        from zeroj.plan import cuts  # which counts with the functions below
+
+        held_paths = cuts.held_params(plan)
+        stays = [x for x in plan.leaves if x.path in held_paths]
+        kept = sum(file_bytes(plan, plan.param_placement(x), plan.param_dtype(x)) for x in stays)
+        files["params"] -= kept
+        held["params"] += kept
+        buffers = (plan.spill or plan.spill_params).buffer_count  # type: ignore[union-attr]
+        held["spill_buffers"] = buffers * cuts.update_buffer(plan)
+        held["param_buffers"] = sum(cuts.param_window(plan))
     host = {part: count for part, count in held.items() if count}
     nvme = {part: count for part, count in files.items() if count}
-    if nvme and plan.spill is not None:
-        host["spill_buffers"] = plan.spill.buffer_count * _largest_spilled(plan)
     whole = {part: sum(math.prod(p.shape) * d.itemsize for p, d in rows) for part, rows in parts.items()}
     if any(leaf.placement.wire.kept for leaf in plan.leaves):
         shards["secondary"] = sum(secondary_bytes(plan, leaf) for leaf in plan.leaves)
+    errors = error_bytes(plan)
+    if errors:
+        shards["errors"] = errors
     return MemoryReport(device=shards, host=host, nvme=nvme, whole=whole)
-
-
-def _largest_spilled(plan: Plan) -> int:
-    """Bytes on one host of the files of the leaf that has most of them."""
-    counts: Counter[str] = Counter()
-    for state in plan.state_leaves:
-        if state.placement.memory == NVME:
-            counts[state.owner] += file_bytes(plan, state.placement, state.dtype)
-    for leaf in plan.leaves:
-        placement = plan.master_placement(leaf)
-        if plan.has_master and leaf.trainable and placement.memory == NVME:
-            counts[leaf.path] += file_bytes(plan, placement, plan.master_dtype(leaf))
-    return max(counts.values(), default=0)
 
 
 def _gradient(plan: Plan, leaf: ParamLeaf) -> tuple[Placement, np.dtype]:
@@ -168,16 +170,17 @@ def plan_table(plan: Plan, limit: int | None = TABLE_ROWS) -> str:
     shown = order if limit is None else order[:limit]
     rows = [("leaf", "shape", "dtype", "shard", "bytes/device", "note")]
     for leaf in shown:
-        size = shard_bytes(plan, plan.param_placement(leaf), plan.param_dtype(leaf))
+        size = shard_bytes(plan, plan.stored_placement(leaf), plan.stored_dtype(leaf))
         spec = str(leaf.placement.spec).removeprefix("PartitionSpec") if leaf.placement.sharded else "whole"
-        notes = (leaf.placement.note, leaf.placement.wire.note, "" if leaf.trainable else "frozen")
+        frozen = "frozen, stored as int8" if leaf.packed else "frozen"
+        notes = (leaf.placement.note, leaf.placement.wire.note, "" if leaf.trainable else frozen)
         note = "; ".join(filter(None, notes))
         rows.append((leaf.path, str(leaf.shape), str(leaf.dtype), spec, show_bytes(size), note))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     lines = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[-1]]) for row in rows]
     rest = order[len(shown) :]
     if rest:
-        size = sum(shard_bytes(plan, plan.param_placement(x), plan.param_dtype(x)) for x in rest)
+        size = sum(shard_bytes(plan, plan.stored_placement(x), plan.stored_dtype(x)) for x in rest)
         lines.append(f"... and {len(rest)} smaller leaves, {show_bytes(size)} per device")
     return "\n".join([*head, "", *lines, "", str(memory), *_whole_note(plan)])
 
@@ -203,6 +206,12 @@ def _wire_lines(plan: Plan) -> list[str]:
         group = math.prod(plan.mesh.shape[a] for a in plan.zero_axes if a not in plan.replica_axes)
         lines.append(
             f"MiCS: groups of {group} devices hold the state; {plan.degree // group} groups are alike"
+        )
+    if zero.mics_hierarchical_params_gather:
+        lines.append(
+            f"MiCS: gathered over the {plan.mesh.shape[SPAN]} nodes of a group first, then within each"
+            if SPAN in plan.zero_axes
+            else "MiCS: every group is within one node, so mics_hierarchical_params_gather changes nothing"
         )
     return lines
 

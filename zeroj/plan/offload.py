@@ -35,10 +35,11 @@ def offloaded(plan: Plan) -> Plan:
     Raises:
         PlanError: the devices have no such memory.
     """
-    plan = _params_offloaded(plan)
+    plan = _params_spilled(_params_offloaded(plan))
     part = plan.zero.offload_optimizer
     if plan.spill is not None and part is not None:
-        return _spilled(plan, plan.spill.smallest, part.ratio)
+        smallest = plan.spill.smallest
+        return _state_moved(plan, NVME, part.ratio, lambda p, dtype: shard_bytes(plan, p, dtype) >= smallest)
     if part is None or part.device != "cpu":
         return plan
     kind = host_kind(plan.mesh, part.pin_memory)
@@ -81,18 +82,33 @@ def _params_offloaded(plan: Plan) -> Plan:
     )
 
 
-def _spilled(plan: Plan, smallest: int, ratio: float) -> Plan:
-    """The plan with optimizer state in files: what has shards of at least ``smallest`` bytes.
+def _params_spilled(plan: Plan) -> Plan:
+    """The plan with params in files: what has shards of at least ``smallest`` bytes.
 
     Raises:
-        PlanError: the params are to live in host memory.
+        PlanError: a leaf is sharded on axes of the user's own, or has larger pieces than a buffer may be.
     """
-    if plan.zero.offload_param is not None and plan.zero.offload_param.device != "none":
+    settings = plan.spill_params
+    if settings is None:
+        return plan
+
+    def large(leaf: ParamLeaf) -> bool:
+        size = shard_bytes(plan, leaf.placement, plan.param_dtype(leaf))
+        return math.prod(leaf.shape) > plan.threshold and size >= settings.smallest
+
+    own = [leaf.path for leaf in plan.leaves if large(leaf) and any(leaf.placement.model)]
+    if own:
         raise PlanError(
-            'offload_optimizer "nvme" with offload_param "cpu" is not done yet: the update of state in files puts '
-            'new params on the device. Use "cpu" for both, or leave offload_param out.'
+            f"offload_param nvme: {', '.join(own)} are sharded on axes of the model's own, and params in files "
+            'are read for the ZeRO axes alone. Use "device": "cpu" in offload_param.'
         )
-    return _state_moved(plan, NVME, ratio, lambda p, dtype: shard_bytes(plan, p, dtype) >= smallest)
+    small = [leaf.path for leaf in plan.leaves if large(leaf) and leaf.placement.wire.stored]
+    if small:
+        raise PlanError(
+            f"offload_param nvme: {', '.join(small)} are frozen and stored as int8 "
+            "(zero_quantized_nontrainable_weights), which is not done for params in files. Leave out one of the two."
+        )
+    return replace(plan, leaves=tuple(replace(x, param_memory=NVME) if large(x) else x for x in plan.leaves))
 
 
 def state_bytes(plan: Plan) -> dict[str, int]:

@@ -19,6 +19,7 @@ from zeroj.config.spill import SpillSettings, spill_settings
 from zeroj.config.zero import Zero
 from zeroj.errors import PlanError
 from zeroj.plan import offload, tree
+from zeroj.plan.cuts import Cut, file_cuts
 from zeroj.plan.groups import group_mesh, sharding_axes
 from zeroj.plan.leaves import STAGES as STAGES
 from zeroj.plan.leaves import ParamLeaf as ParamLeaf
@@ -26,15 +27,24 @@ from zeroj.plan.leaves import Stage as Stage
 from zeroj.plan.leaves import StateLeaf as StateLeaf
 from zeroj.plan.mesh import zero_axes_of
 from zeroj.plan.precision import Precision, make_precision
-from zeroj.plan.rules import NVME, Placement, auto_threshold, place
+from zeroj.plan.rules import NVME, Placement, place
+from zeroj.plan.thresholds import threshold_of, thresholds_within
 from zeroj.plan.wire import wire_of
 
 #: What ``Zero.needs()`` may name that plans can do.
 SUPPORTED = frozenset(
     {
         *("offload_optimizer:cpu", "offload_optimizer:ratio", "offload_param:cpu"),
-        *("offload_optimizer:nvme", "nvme"),
-        *("zero++:hpZ", "zero++:qwZ", "zero++:qgZ", "mics"),
+        *("offload_optimizer:nvme", "offload_param:nvme", "nvme"),
+        *(
+            "zero++:hpZ",
+            "zero++:qwZ",
+            "zero++:qgZ",
+            "zero++:loco",
+            "zero++:nontrainable",
+            "mics",
+            "mics:hierarchical",
+        ),
     }
 )
 
@@ -57,6 +67,7 @@ class Plan:
     state_treedef: Any
     concrete_init: bool = False
     spill: SpillSettings | None = None
+    spill_params: SpillSettings | None = None
 
     @property
     def stage(self) -> Stage:
@@ -86,13 +97,24 @@ class Plan:
     @cached_property
     def streams(self) -> bool:
         """Whether anything that an update changes lives in host memory, and so is streamed through the device."""
-        return any(leaf.state_memory not in ("", NVME) or leaf.param_memory for leaf in self.leaves)
+        return any({leaf.state_memory, leaf.param_memory} - {"", NVME} for leaf in self.leaves)
 
     @cached_property
     def spills(self) -> bool:
-        """Whether any of the optimizer's state lies in files."""
+        """Whether any of the optimizer's state, or of the params, lies in files."""
         masters = self.has_master and any(leaf.state_memory == NVME for leaf in self.leaves)
-        return masters or any(leaf.placement.memory == NVME for leaf in self.state_leaves)
+        state = any(leaf.placement.memory == NVME for leaf in self.state_leaves)
+        return masters or state or self.spills_params
+
+    @cached_property
+    def spills_params(self) -> bool:
+        """Whether any of the params lies in files."""
+        return any(leaf.param_memory == NVME for leaf in self.leaves)
+
+    @cached_property
+    def file_cuts(self) -> dict[str, Cut | None]:
+        """Path of a leaf -> how its files are cut; see :func:`zeroj.plan.cuts.file_cuts`."""
+        return file_cuts(self)
 
     # -- placements, in the order of ``leaves`` ----------------------------------------------------
 
@@ -100,13 +122,27 @@ class Plan:
         """Where the stored param lives."""
         return leaf.placement.at(leaf.param_memory) if self.stage.params else leaf.placement.whole()
 
+    def stored_placement(self, leaf: ParamLeaf) -> Placement:
+        """Where the array that is stored for a param lives: the param's, or that of its bytes."""
+        if not leaf.packed:
+            return self.param_placement(leaf)
+        return leaf.stored(math.prod(self.mesh.shape[axis] for axis in leaf.placement.axes))
+
+    def stored_dtype(self, leaf: ParamLeaf) -> np.dtype:
+        """The dtype of the array that is stored for a param."""
+        return np.dtype(np.int8) if leaf.packed else self.param_dtype(leaf)
+
     def grad_placement(self, leaf: ParamLeaf) -> Placement:
         """Where the reduced gradient lives."""
         return leaf.placement if self.stage.grads else leaf.placement.whole()
 
     def gradient_memory(self, leaf: ParamLeaf) -> str:
-        """Where a whole step's gradient of one micro-batch waits for the update: with its param and its state."""
-        return leaf.param_memory if leaf.param_memory == leaf.state_memory else ""
+        """Where a whole step's gradient of one micro-batch waits for the update: with its param and its state.
+
+        Where the update reads files, it waits on the device.
+        """
+        together = leaf.param_memory == leaf.state_memory and not self.spills
+        return leaf.param_memory if together else ""
 
     def master_placement(self, leaf: ParamLeaf) -> Placement:
         """Where what the optimizer updates lives: the fp32 master, or the param that is its own master."""
@@ -142,7 +178,7 @@ class Plan:
     @property
     def params(self) -> Any:
         """The params' tree of NamedSharding."""
-        return self._tree(lambda leaf: self.sharding(self.param_placement(leaf)))
+        return self._tree(lambda leaf: self.sharding(self.stored_placement(leaf)))
 
     @property
     def grads(self) -> Any:
@@ -156,7 +192,7 @@ class Plan:
 
     def params_struct(self) -> Any:
         """The stored params as ShapeDtypeStructs with shardings."""
-        return self._tree(lambda leaf: self._struct(self.param_placement(leaf), self.param_dtype(leaf)))
+        return self._tree(lambda leaf: self._struct(self.stored_placement(leaf), self.stored_dtype(leaf)))
 
     def user_struct(self) -> Any:
         """The params as the user gave them: ShapeDtypeStructs in the user's shapes and dtypes."""
@@ -241,14 +277,14 @@ def make_plan(
             "This zero_optimization asks for what zeroj does not do yet: " + ", ".join(lacking) + "."
         )
     axes = zero_axes_of(mesh, zero_axes)
-    mesh = group_mesh(tree.auto_mesh(mesh), axes, zero)
+    mesh, axes = group_mesh(tree.auto_mesh(mesh), axes, zero)
     flat, treedef = tree.flatten(params)
     trains = tree.trainable_flags(params, flat, trainable)
     is_stack = tree.path_predicate(scanned)
     sizes = sharding_axes(mesh, axes, zero)
     numels = [leaf.size for leaf in flat.values()]
-    threshold = _threshold(zero, numels, math.prod(sizes.values()))
-    thresholds = _within_model_threshold(zero, numels, threshold)
+    threshold = threshold_of(zero, numels, math.prod(sizes.values()))
+    thresholds = thresholds_within(zero, numels, threshold)
     leaves = []
     for (path, leaf), flag, own_threshold in zip(flat.items(), trains, thresholds, strict=True):
         placement = place(
@@ -264,10 +300,16 @@ def make_plan(
             [axis for axis in axes if axis in placement.axes and jnp.issubdtype(leaf.dtype, jnp.floating)],
             math.prod(mesh.shape[axis] for axis in placement.axes),
             flag,
+            bool(placement.model),
         )
         leaves.append(ParamLeaf(path, leaf.keys, np.dtype(leaf.dtype), replace(placement, wire=wire), flag))
-    spill = spill_settings(zero.offload_optimizer, aio if aio is None or isinstance(aio, Aio) else Aio(**aio))
-    plan = Plan(mesh, zero, axes, policy, threshold, tuple(leaves), treedef, (), None, spill=spill)
+    disk = aio if aio is None or isinstance(aio, Aio) else Aio(**aio)
+    plan = Plan(mesh, zero, axes, policy, threshold, tuple(leaves), treedef, (), None)
+    plan = replace(
+        plan,
+        spill=spill_settings(zero.offload_optimizer, disk),
+        spill_params=spill_settings(zero.offload_param, disk),
+    )
     return _with_state(plan, tx)
 
 
@@ -290,24 +332,6 @@ def _with_state(plan: Plan, tx: optax.GradientTransformation) -> Plan:
         state_leaves.append(StateLeaf(path, np.dtype(entry.dtype), placement, of, owner))
     whole = replace(plan, state_leaves=tuple(state_leaves), state_treedef=treedef, concrete_init=concrete)
     return offload.offloaded(whole)
-
-
-def _threshold(zero: Zero, sizes: list[int], degree: int) -> int:
-    """The persistence threshold: what the user set, or what keeps whole leaves cheap."""
-    given = zero.stage3_param_persistence_threshold
-    return auto_threshold(sizes, degree) if given is None else int(given)
-
-
-def _within_model_threshold(zero: Zero, sizes: list[int], threshold: int) -> list[int]:
-    """The threshold of each leaf: 0 once the leaves that stay whole have used up the model's own limit."""
-    limit = zero.stage3_model_persistence_threshold
-    left = sum(sizes) if limit is None else int(limit)
-    thresholds = []
-    for size in sizes:
-        stays = size <= threshold and size <= left
-        left -= size if stays else 0
-        thresholds.append(threshold if stays or size > threshold else 0)
-    return thresholds
 
 
 def check_tx(tx: Any) -> None:

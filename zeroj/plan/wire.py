@@ -41,22 +41,34 @@ class Wire:
         weights: the format in which the leaf is gathered (qwZ), or None: in its compute dtype.
         hops: (axis, format) for each all-to-all of its gradient, innermost axis first (qgZ). Empty: the gradient
             is reduce-scattered in the dtype in which it arises.
-        kept: the axes that are gathered over first; what that gives, a shard over the other axes alone, is
-            kept for later gathers in the same step (hpZ). Empty: nothing is kept.
+        first: the axes that are gathered over first, nodes before the devices of one: then each device fetches a
+            part of what its node needs, once. Empty: all axes are gathered over in one.
         note: why the leaf is not quantised though the config asks for it.
+        keeps: whether what the first gather gives, a shard over the other axes alone, is kept for later gathers in
+            the same step (hpZ).
+        stored: whether a device stores its shard in the format of ``weights``: a frozen param.
     """
 
     weights: Format | None = None
     hops: tuple[tuple[str, Format], ...] = ()
-    kept: tuple[str, ...] = ()
+    first: tuple[str, ...] = ()
     note: str = ""
+    keeps: bool = False
+    stored: bool = False
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """The axes that later gathers of the step need not go over again."""
+        return self.first if self.keeps else ()
 
 
 #: In the compute dtype, in one launch, nothing kept.
 PLAIN = Wire()
 
 
-def wire_of(zero: Zero, shape: Sequence[int], axes: Sequence[str], degree: int, trainable: bool) -> Wire:
+def wire_of(
+    zero: Zero, shape: Sequence[int], axes: Sequence[str], degree: int, trainable: bool, model: bool = False
+) -> Wire:
     """How a sharded leaf travels under ZeRO++.
 
     A leaf is quantised if it has two dims or more and its shard fills a block. A vector would save nothing that
@@ -68,22 +80,25 @@ def wire_of(zero: Zero, shape: Sequence[int], axes: Sequence[str], degree: int, 
         axes: the axes that split it, outermost first; none for a leaf that is whole or not of floats.
         degree: the number of devices along them.
         trainable: whether it has a gradient.
+        model: whether it is also split over axes of the user's own: its stored bytes could not be.
     """
     if not axes or zero.stage < 3:
         return PLAIN
-    kept = tuple(axes[:-1]) if zero.zero_hpz_partition_size > 1 else ()
-    asked = zero.zero_quantized_weights or (zero.zero_quantized_gradients and trainable)
+    hpz = zero.zero_hpz_partition_size > 1
+    first = tuple(axes[:-1]) if hpz or zero.mics_hierarchical_params_gather else ()
+    stored = zero.zero_quantized_nontrainable_weights and not trainable and not model
+    asked = zero.zero_quantized_weights or stored or (zero.zero_quantized_gradients and trainable)
     why = ""
     if len(shape) < 2:
         why = "a vector"
     elif math.prod(shape) // degree < BLOCK:
         why = f"a shard has fewer than {BLOCK} elements"
     if why:
-        return Wire(kept=kept, note=f"not quantised: {why}" if asked else "")
-    weights = Format(8) if zero.zero_quantized_weights else None
+        return Wire(first=first, note=f"not quantised: {why}" if asked else "", keeps=hpz)
+    weights = Format(8) if zero.zero_quantized_weights or stored else None
     hops: tuple[tuple[str, Format], ...] = ()
     if zero.zero_quantized_gradients and trainable:
         # Inside a node bytes are cheap: int8 there leaves one lossy hop. The outermost axis is the network.
         inside = [(axis, Format(8)) for axis in reversed(axes[1:])]
         hops = (*inside, (axes[0], Format(zero.zero_quantized_gradients_bits)))
-    return Wire(weights, hops, kept, "")
+    return Wire(weights, hops, first, "", hpz, stored)

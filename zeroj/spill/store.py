@@ -52,6 +52,9 @@ class Store(Protocol):
     def read(self, name: str, out: np.ndarray) -> Pending:
         """Begins to read a piece into ``out``: flat bytes of exactly the piece's size."""
 
+    def path(self, name: str) -> str:
+        """The file of a piece."""
+
     def close(self) -> None:
         """Waits for what is on its way, and frees threads and memory. The files stay."""
 

@@ -7,7 +7,7 @@ newest write alone, so the handles of an older state raise when they are read.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,11 +18,12 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from zeroj.config.spill import SpillSettings
 from zeroj.errors import SpillError
-from zeroj.spill.buffers import Arenas, aligned, as_bytes, round_up
-from zeroj.spill.direct_store import DirectStore
+from zeroj.plan.cuts import Cut
+from zeroj.spill.buffers import aligned, as_bytes
+from zeroj.spill.engines import engine_of
 from zeroj.spill.folder import RunFolder
-from zeroj.spill.orbax_store import OrbaxStore
-from zeroj.spill.store import REMEDY, Pending, Store
+from zeroj.spill.held_store import HeldStore
+from zeroj.spill.store import REMEDY, Pending
 
 Bounds = tuple[tuple[int, int], ...]
 
@@ -40,23 +41,33 @@ class Tier:
     def __init__(self, settings: SpillSettings) -> None:
         self.settings = settings
         self.folder = RunFolder(settings.path)
-        self.store: Store = _engine(settings, self.folder.path)
+        self.store = HeldStore(engine_of(settings, self.folder.path))
         self.lost = ""
         self._serials: dict[str, int] = {}
 
-    def arrays(self, structs: dict[str, jax.ShapeDtypeStruct]) -> dict[str, SpilledArray]:
+    def arrays(
+        self,
+        structs: dict[str, jax.ShapeDtypeStruct],
+        cuts: Mapping[str, Cut] | None = None,
+        held: Collection[str] = (),
+    ) -> dict[str, SpilledArray]:
         """Makes room for arrays, none of them written yet.
 
         Args:
             structs: name -> shape, dtype and sharding.
+            cuts: name -> how its files are cut; what is not here is not.
+            held: names of arrays that stay in host memory.
 
         Raises:
             SpillError: there is too little space.
         """
         made = {
-            name: SpilledArray(name, tuple(s.shape), np.dtype(s.dtype), s.sharding, self, 0)
+            name: SpilledArray(
+                name, tuple(s.shape), np.dtype(s.dtype), s.sharding, self, 0, (cuts or {}).get(name)
+            )
             for name, s in structs.items()
         }
+        self.store.hold(shard.name for name in held for shard in made[name].shards)
         self.store.reserve({shard.name: shard.nbytes for a in made.values() for shard in a.shards})
         self._serials.update(dict.fromkeys(made, 0))
         return made
@@ -87,7 +98,9 @@ class Tier:
         """The handle of what is about to be written in place of an array."""
         self.fresh(array)
         self._serials[array.name] += 1
-        return replace(array, serial=array.serial + 1)
+        newer = replace(array, serial=array.serial + 1)
+        newer.__dict__["shards"] = array.shards  # which do not change
+        return newer
 
 
 @dataclass(frozen=True)
@@ -98,6 +111,7 @@ class Shard:
         name: the piece's name.
         bounds: where it lies in the array.
         devices: this process's devices that hold it.
+        part: the bounds of the whole of those devices' part; more than ``bounds`` where files are cut.
         first: whether no other process holds it, or this process is the one to save it.
         nbytes: its bytes.
     """
@@ -105,6 +119,7 @@ class Shard:
     name: str
     bounds: Bounds
     devices: tuple[jax.Device, ...]
+    part: Bounds
     first: bool
     nbytes: int
 
@@ -125,6 +140,8 @@ class SpilledArray:
         sharding: how it is sharded when it is on the devices.
         tier: the files.
         serial: which write of it this is.
+        cut: how each device's part is cut into files; None: it is one file.
+        only: the number of the one piece that this handle is of, or None: of all.
     """
 
     name: str
@@ -133,10 +150,23 @@ class SpilledArray:
     sharding: Sharding
     tier: Tier
     serial: int
+    cut: Cut | None = None
+    only: int | None = None
+
+    def piece(self, number: int) -> SpilledArray:
+        """One piece as an array of its own; the cut's dim is neither sharded nor padded."""
+        assert self.cut is not None and self.only is None
+        return replace(self, shape=_resized(self.shape, self.cut), only=number)
+
+    @property
+    def piece_shape(self) -> tuple[int, ...]:
+        """The shape of one file's part."""
+        shape = self.shape if self.cut is None or self.only is not None else _resized(self.shape, self.cut)
+        return tuple(self.sharding.shard_shape(shape))
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
-        """This process's distinct shards."""
+        """This process's distinct shards, in the order of its devices; of each of them piece by piece."""
         here: dict[Bounds, list[jax.Device]] = {}
         owner: dict[Bounds, Any] = {}
         everywhere: dict[Any, Any] = dict(self.sharding.devices_indices_map(self.shape))
@@ -145,17 +175,32 @@ class SpilledArray:
             owner.setdefault(bounds, device)
             if device.process_index == jax.process_index():
                 here.setdefault(bounds, []).append(device)
-        size = self.dtype.itemsize
         return tuple(
             Shard(
-                f"{self.name}#{number}",
+                f"{self.name}#{number}{suffix}",
                 bounds,
                 tuple(devices),
-                owner[bounds].process_index == jax.process_index(),
-                math.prod(b - a for a, b in bounds) * size,
+                part,
+                owner[part].process_index == jax.process_index(),
+                math.prod(b - a for a, b in bounds) * self.dtype.itemsize,
             )
-            for number, (bounds, devices) in enumerate(here.items())
+            for number, (part, devices) in enumerate(here.items())
+            for suffix, bounds in self._pieces(part)
         )
+
+    def _pieces(self, part: Bounds) -> list[tuple[str, Bounds]]:
+        """Of one device's part the files' names and bounds."""
+        cut = self.cut
+        if cut is None:
+            return [("", part)]
+        if self.only is not None:
+            return [(f".{self.only}", part)]
+
+        def bounds(number: int) -> Bounds:
+            start = number * cut.size
+            return (*part[: cut.dim], (start, start + cut.size), *part[cut.dim + 1 :])
+
+        return [(f".{number}", bounds(number)) for number in range(cut.count)]
 
     @property
     def nbytes(self) -> int:
@@ -189,10 +234,8 @@ class SpilledArray:
 
     def write(self, value: jax.Array) -> None:
         """Writes the array's first or next contents from the devices, and waits."""
-        by_device = {s.device: s.data for s in value.addressable_shards}
-        pending = [self.write_shard(s, np.asarray(by_device[s.devices[0]])) for s in self.shards]
-        for each in pending:
-            each.result()
+        for pending, _ in start_writes(self, value):
+            pending.result()
 
     def to_devices(self) -> jax.Array:
         """The array on the devices.
@@ -245,62 +288,24 @@ class _Unread:
         return found if dtype is None else found.astype(dtype)
 
 
-class Reading:
-    """Arrays on their way from files to one buffer in host memory, and from there to the devices."""
-
-    def __init__(self, arrays: Sequence[SpilledArray], arenas: Arenas) -> None:
-        self.arrays, self._arenas = list(arrays), arenas
-        self._views: list[list[np.ndarray]] = []
-        self.pending: list[Pending] = []
-        self._arena: np.ndarray | None = arenas.take(arena_bytes(self.arrays))
-        start = 0
-        for array in self.arrays:
-            array.tier.fresh(array)
-            self._views.append([])
-            for shard in array.shards:
-                view = self._arena[start : start + shard.nbytes]
-                start += round_up(shard.nbytes)
-                self._views[-1].append(view.view(array.dtype).reshape(shard.shape))
-                self.pending.append(array.tier.store.read(shard.name, view))
-
-    def to_devices(self) -> list[jax.Array]:
-        """Waits, copies to the devices, and gives the buffer back.
-
-        Raises:
-            SpillError: something could not be read, or is not what was written.
-        """
-        self.wait()
-        made = [on_devices(a, views) for a, views in zip(self.arrays, self._views, strict=True)]
-        jax.block_until_ready(made)
-        self.release()
-        return made
-
-    def wait(self) -> None:
-        """Waits for the files."""
-        for each in self.pending:
-            each.result()
-
-    def release(self) -> None:
-        """Gives the buffer back; nothing may use it any more."""
-        self._views.clear()
-        if self._arena is not None:
-            self._arenas.give_back(self._arena)
-            self._arena = None
-
-
-def arena_bytes(arrays: Iterable[SpilledArray]) -> int:
-    """Bytes of the buffer that these arrays are read into: each shard begins on a page."""
-    return sum(round_up(shard.nbytes) for array in arrays for shard in array.shards)
-
-
 def on_devices(array: SpilledArray, shards: Sequence[np.ndarray]) -> jax.Array:
     """A global array from this process's shards on the host; they are copied, so that they may be reused."""
+    parts: dict[Bounds, tuple[tuple[jax.Device, ...], list[np.ndarray]]] = {}
+    for shard, data in zip(array.shards, shards, strict=True):
+        parts.setdefault(shard.part, (shard.devices, []))[1].append(data)
     by_device = [
-        jax.device_put(_own(data, device), SingleDeviceSharding(device))
-        for shard, data in zip(array.shards, shards, strict=True)
-        for device in shard.devices
+        jax.device_put(_joined(array.cut, pieces, device), SingleDeviceSharding(device))
+        for devices, pieces in parts.values()
+        for device in devices
     ]
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, by_device)
+
+
+def _joined(cut: Cut | None, pieces: list[np.ndarray], device: Any) -> np.ndarray:
+    """One device's part; its memory may be used again once it is on the device."""
+    if len(pieces) == 1 or cut is None:
+        return _own(pieces[0], device)
+    return np.concatenate(pieces, axis=cut.dim)
 
 
 def _own(data: np.ndarray, device: Any) -> np.ndarray:
@@ -315,25 +320,22 @@ def _own(data: np.ndarray, device: Any) -> np.ndarray:
 def start_writes(array: SpilledArray, value: jax.Array) -> list[tuple[Pending, np.ndarray]]:
     """Begins to write an array from the devices; each write with the memory that must live until it is done."""
     by_device = {s.device: s.data for s in value.addressable_shards}
-    begun = []
+    begun, parts = [], {}
     for shard in array.shards:
-        data = np.asarray(by_device[shard.devices[0]])
-        begun.append((array.write_shard(shard, data), data))
+        if shard.part not in parts:
+            parts[shard.part] = np.asarray(by_device[shard.devices[0]])
+        inside = tuple(
+            slice(a - first, b - first) for (a, b), (first, _) in zip(shard.bounds, shard.part, strict=True)
+        )
+        data = as_bytes(parts[shard.part][inside])
+        begun.append((array.tier.store.write(shard.name, data), data))
     return begun
+
+
+def _resized(shape: tuple[int, ...], cut: Cut) -> tuple[int, ...]:
+    return (*shape[: cut.dim], cut.size, *shape[cut.dim + 1 :])
 
 
 def is_spilled(value: Any) -> bool:
     """Whether a leaf of a state is in files."""
     return isinstance(value, SpilledArray)
-
-
-def _engine(settings: SpillSettings, folder: str) -> Store:
-    if not settings.direct:
-        return OrbaxStore(folder, verify=settings.verify)
-    return DirectStore(
-        folder,
-        block_size=settings.block_size,
-        queue_depth=settings.queue_depth,
-        threads=settings.threads,
-        verify=settings.verify,
-    )

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from zeroj.collectives import plain
+from zeroj.collectives import frozen, plain
 from zeroj.errors import PlanError
 from zeroj.plan import tree
 from zeroj.plan.plan import ParamLeaf, Plan
@@ -225,14 +225,15 @@ def _slot(state: Any, plan: Plan, path: str, what: str) -> _Slot:
     if plan.has_master and leaf.trainable:
         master = plan.treedef.flatten_up_to(state.opt_state.master)[index]
         return _Slot(master, plan.master_placement(leaf), "master", index)
-    return _Slot(plan.treedef.flatten_up_to(state.params)[index], plan.param_placement(leaf), "params", index)
+    param = frozen.unpacked(plan, leaf, plan.treedef.flatten_up_to(state.params)[index])
+    return _Slot(param, plan.param_placement(leaf), "params", index)
 
 
 def _on_devices(slot: _Slot, path: str, what: str) -> _Slot:
     """Raises where the array lies in files, which only whole leaves can be read from."""
     if is_spilled(slot.array):
         raise PlanError(
-            f"{path} ({what}) lies in files (offload_optimizer.device is nvme): get_full reads it, and nothing "
+            f"{path} ({what}) lies in files (an offload section has device nvme): get_full reads it, and nothing "
             "else reaches it. To change it, restore a checkpoint onto a plan without files and save it again."
         )
     return slot
@@ -270,12 +271,18 @@ def _with(state: Any, plan: Plan, slot: _Slot, array: jax.Array) -> Any:
     if slot.part == "grads":
         return put(plan.treedef, state, array)
     if slot.part == "params":
+        if plan.leaves[slot.index].packed:
+            array = frozen.packed(plan, plan.leaves[slot.index], array)
         return state._replace(params=put(plan.treedef, state.params, array))
     if slot.part == "inner":
         inner = put(plan.state_treedef, state.opt_state.inner, array)
         return state._replace(opt_state=state.opt_state._replace(inner=inner))
     leaf = plan.leaves[slot.index]
     old, placement = plan.treedef.flatten_up_to(state.params)[slot.index], plan.param_placement(leaf)
+    if is_spilled(old):
+        raise PlanError(
+            f"{leaf.path} lies in files (offload_param.device is nvme), and cannot be changed there."
+        )
     derive = jax.jit(
         lambda x: plain.pad(plain.unpad(x, slot.placement), placement).astype(old.dtype),
         out_shardings=old.sharding,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import jax
 import numpy as np
 import optax
 
-from zeroj.collectives import plain
+from zeroj.collectives import frozen, plain
 from zeroj.config.precision import LossScale
 from zeroj.errors import PlanError
 from zeroj.gather import model_state as model_states
@@ -18,6 +19,7 @@ from zeroj.gather.inputs import check_params
 from zeroj.optimizer.birth import born_in_files
 from zeroj.optimizer.zero import first_state, masters_of, params_from_masters, wrap_optimizer
 from zeroj.plan import tree
+from zeroj.plan.feedback import errors_struct, first_errors
 from zeroj.plan.host_memory import check_host_memory
 from zeroj.plan.mesh import traced_on
 from zeroj.plan.plan import ParamLeaf, Plan
@@ -38,6 +40,8 @@ class TrainState(NamedTuple):
         scale: the loss scaler's state.
         rng: the key from which every step's key is folded.
         model_state: what the model carries beside its params, whole on every device; ``()`` for most models.
+        errors: what quantising lost of the gradients so far (LoCo): path -> a buffer for each hop, of which
+            each device has its own along dim 0; see :mod:`zeroj.plan.feedback`. ``()`` without it.
     """
 
     params: Any
@@ -47,6 +51,7 @@ class TrainState(NamedTuple):
     scale: ScaleState
     rng: jax.Array
     model_state: Any = ()
+    errors: Any = ()
 
 
 def shard_params(plan: Plan, params: Any) -> Any:
@@ -63,12 +68,14 @@ def shard_params(plan: Plan, params: Any) -> Any:
         PlanError: the tree or shapes are not those of the plan.
     """
     values = _user_values(plan, params)
-    return plan.treedef.unflatten(
-        [
-            _place(plan, leaf, value, plan.param_placement(leaf), plan.param_dtype(leaf))
-            for leaf, value in zip(plan.leaves, values, strict=True)
-        ]
-    )
+
+    def one(leaf: ParamLeaf, value: Any) -> jax.Array:
+        if leaf.packed and value.dtype == np.int8:
+            return value
+        placed = _place(plan, leaf, value, plan.param_placement(leaf), plan.param_dtype(leaf))
+        return frozen.packed(plan, leaf, placed) if leaf.packed else placed
+
+    return plan.treedef.unflatten([one(*pair) for pair in zip(plan.leaves, values, strict=True)])
 
 
 def init_state(
@@ -119,13 +126,11 @@ def init_state(
         params, opt_state = born_in_files(wrapped.user_tx, plan, master_of)
     else:
         masters = [master_of(i) for i in range(len(plan.leaves))]
-        opt_state = _first_opt_state(wrapped, plan, masters, shardings.opt_state)
-        to_params = traced_on(plan.mesh, partial(params_from_masters, plan))
-        params = jax.jit(to_params, out_shardings=shardings.params)(masters)
+        params, opt_state = _born(wrapped, plan, masters, shardings)
     scaler = init_scale(loss_scale or default_scaling(plan.precision.name))
     step, skipped, scale, key = _small(plan, (np.int32(0), np.int32(0), scaler), rng)
     carried = model_states.everywhere(plan, model_state)
-    return TrainState(params, opt_state, step, skipped, scale, key, carried)
+    return TrainState(params, opt_state, step, skipped, scale, key, carried, first_errors(plan) or ())
 
 
 def abstract_state(
@@ -147,6 +152,7 @@ def abstract_state(
     small: list[Any] = [counter, counter, jax.tree.map(whole, scale), whole(key)]
     carried = jax.eval_shape(model_state) if callable(model_state) else model_state
     small.append(jax.tree.map(whole, carried))
+    small.append(errors_struct(plan) or ())
     return TrainState(plan.params_struct(), plan.opt_state_struct(), *small)
 
 
@@ -161,6 +167,7 @@ def full_params(state: TrainState | Any, plan: Plan) -> Any:
     """
     params = state.params if isinstance(state, TrainState) else state
     values = check_params(plan, params)
+    values = [frozen.unpacked(plan, leaf, value) for leaf, value in zip(plan.leaves, values, strict=True)]
     placements = [plan.param_placement(leaf) for leaf in plan.leaves]
     if isinstance(state, TrainState) and plan.has_master:
         masters = plan.treedef.flatten_up_to(state.opt_state.master)
@@ -194,12 +201,43 @@ def birth(plan: Plan, init_fn: Callable[[], Any]) -> Any:
     return jax.jit(traced_on(plan.mesh, lambda: masters_of(plan, init_fn())), out_shardings=shardings)
 
 
-def _first_opt_state(wrapped: Any, plan: Plan, masters: list[jax.Array], shardings: Any) -> ZeroOptState:
+def _born(wrapped: Any, plan: Plan, masters: list[jax.Array], shardings: Any) -> tuple[Any, ZeroOptState]:
+    """Params and optimizer state from masters, which are used up: nothing is held twice, even while it is made.
+
+    Whichever of the two keeps the masters' values is made last and takes over their memory.
+    """
+    to_params = traced_on(plan.mesh, partial(params_from_masters, plan))
+    if not plan.has_master:
+        opt_state = _first_opt_state(wrapped, plan, masters, shardings.opt_state, set())
+        held = plan.treedef.flatten_up_to(shardings.params)
+        kept = {i for i, x in enumerate(masters) if x.sharding == held[i]}
+        return _using_up(to_params, masters, kept, shardings.params), opt_state
+    params = jax.jit(to_params, out_shardings=shardings.params)(masters)
+    kept = {i for i, leaf in enumerate(plan.leaves) if leaf.trainable}
+    return params, _first_opt_state(wrapped, plan, masters, shardings.opt_state, kept)
+
+
+def _first_opt_state(
+    wrapped: Any, plan: Plan, masters: list[jax.Array], shardings: Any, kept: set[int]
+) -> ZeroOptState:
     """The optimizer's state; an init that needs real values runs outside ``jit``, on global arrays."""
     make = traced_on(plan.mesh, partial(first_state, wrapped.user_tx, plan))
     if not plan.concrete_init:
-        return jax.jit(make, out_shardings=shardings)(masters)
+        return _using_up(make, masters, kept, shardings)
     return jax.tree.map(jax.device_put, make(masters), shardings)
+
+
+def _using_up(
+    make: Callable[[list[jax.Array]], Any], masters: list[jax.Array], kept: set[int], shardings: Any
+) -> Any:
+    """What ``make`` makes of the masters; the output that a master of ``kept`` becomes takes over its memory."""
+
+    def run(kept: dict[int, jax.Array], others: dict[int, jax.Array]) -> Any:
+        return make([(kept | others)[i] for i in range(len(masters))])
+
+    given = {i: x for i, x in enumerate(masters) if i in kept}
+    others = {i: x for i, x in enumerate(masters) if i not in kept}
+    return jax.jit(run, out_shardings=shardings, donate_argnums=(0,))(given, others)
 
 
 def _small(plan: Plan, counters: tuple[Any, ...], rng: jax.Array | int) -> tuple[Any, ...]:
@@ -219,7 +257,8 @@ def _user_values(plan: Plan, params: Any) -> list[Any]:
     faults += [
         f"{p}: shape {found[p].shape}, planned {leaf.shape}"
         for p, leaf in planned.items()
-        if p in found and found[p].shape not in (leaf.shape, leaf.placement.padded)
+        if p in found
+        and found[p].shape not in (leaf.shape, leaf.placement.padded, plan.stored_placement(leaf).padded)
     ]
     if faults:
         raise PlanError(
@@ -237,13 +276,16 @@ def _place(plan: Plan, leaf: ParamLeaf, value: Any, placement: Placement, dtype:
     whole = value if hasattr(value, "__getitem__") and not isinstance(value, jax.Array) else np.asarray(value)
     if whole.shape != leaf.shape:
         whole = np.asarray(whole)[tuple(slice(0, n) for n in leaf.shape)]
-    return place_array(whole, placement, dtype, sharding)
+    placed = place_array(whole, placement, dtype, sharding)
+    let_go(value)
+    return placed
 
 
 def place_array(whole: Any, placement: Placement, dtype: np.dtype, sharding: Any) -> jax.Array:
     """An array in the user's shape in its place: padded, cast, and each device sent its own slice alone.
 
-    It may be anything that is sliced, such as a memory map: only slices are read.
+    It may be anything that is sliced, such as a memory map: only slices are read. On a CPU the result may
+    share its memory; XLA copies such an array where a program would take it over.
     """
 
     def piece(index: Any) -> np.ndarray:
@@ -253,6 +295,20 @@ def place_array(whole: Any, placement: Placement, dtype: np.dtype, sharding: Any
         return np.pad(part, missing) if any(after for _, after in missing) else part
 
     return jax.make_array_from_callback(placement.padded, sharding, piece)
+
+
+def let_go(value: Any) -> None:
+    """Gives back the memory that a file's pages take once they are read; they are read again if need be."""
+    for part in getattr(value, "sources", ()) or [getattr(value, "source", None)]:
+        if part is not None:
+            let_go(part)
+    if getattr(value, "mode", None) != "r" or not hasattr(mmap, "MADV_DONTNEED"):
+        return  # not a read-only memory map; pages that were written to must stay
+    base = value
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if isinstance(base, mmap.mmap):
+        base.madvise(mmap.MADV_DONTNEED)
 
 
 def _fit(value: jax.Array, leaf: ParamLeaf, placement: Placement) -> jax.Array:

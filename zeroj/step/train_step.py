@@ -20,10 +20,12 @@ from zeroj.gather.views import make_view
 from zeroj.optimizer.norms import sum_of_squares
 from zeroj.optimizer.spill import SpilledUpdate
 from zeroj.optimizer.zero import ZeroOptimizer, apply_gradients, wrap_optimizer
+from zeroj.plan.feedback import errors_struct
 from zeroj.plan.mesh import traced_on
 from zeroj.plan.plan import Plan
+from zeroj.spill.reader import ParamReader
 from zeroj.step.precision import default_scaling, is_stuck, next_scale
-from zeroj.step.spilled import SpilledStep, without_files
+from zeroj.step.spilled import SpilledStep, WithoutFiles
 from zeroj.step.state import TrainState
 
 #: Added to the norm before it divides, as DeepSpeed does: clip_factor = min(1, max_norm / (norm + 1e-6)).
@@ -89,12 +91,13 @@ def make_train_step(
     if offload_activations:
         check_offload(plan.mesh)
     wrapped = wrap_optimizer(tx, plan)
+    reader = ParamReader(plan) if plan.spills_params else None
     head = _head(
         partial(
             gradients,
             loss_fn,
             plan,
-            view=make_view(plan, loss_over),
+            view=make_view(plan, loss_over, reader),
             accumulation=accumulation_steps,
             has_aux=has_aux,
             host=True,
@@ -121,13 +124,20 @@ def make_train_step(
         shardings = [plan.sharding(plan.grad_placement(leaf)) for leaf in plan.leaves if leaf.trainable]
         program = jax.jit(
             traced_on(plan.mesh, before_update),
-            out_shardings=(shardings, plan.replicated, None),
+            out_shardings=(shardings, _field_shardings(plan), None),
             compiler_options=options,
         )
-        return SpilledStep(program, SpilledUpdate(wrapped.user_tx, plan, donate))
+        return SpilledStep(WithoutFiles(program, plan, reader), SpilledUpdate(wrapped.user_tx, plan, donate))
     return jax.jit(
         traced_on(plan.mesh, step), donate_argnums=(0,) if donate else (), compiler_options=options
     )
+
+
+def _field_shardings(plan: Plan) -> dict[str, Any]:
+    """Where the small fields of the state live, and the errors of quantised gradients."""
+    errors = jax.tree.map(lambda s: s.sharding, errors_struct(plan)) or ()
+    fields = ("step", "skipped", "scale", "model_state")
+    return {**dict.fromkeys(fields, plan.replicated), "errors": errors}
 
 
 def _head(
@@ -144,7 +154,7 @@ def _head(
     def head(state: TrainState, batch: Any) -> tuple[Clipped, Advance, dict[str, Any]]:
         rng = jax.random.fold_in(state.rng, state.scale.iteration)
         scale = state.scale.scale
-        out = evaluate_gradients(state.params, batch, rng, scale, state.model_state)
+        out = evaluate_gradients(state.params, batch, rng, scale, state.model_state, errors=state.errors)
         clipped = _unscale_and_clip(plan, out.grads, scale / times, clip_norm)
         flags = clipped.finite if skips else None
         finite = None if flags is None else jnp.all(flags) & jnp.isfinite(clipped.norm)
@@ -200,7 +210,8 @@ def make_eval_step(
         >>> eval_step(state, batch)["loss"]
     """
 
-    view = make_view(plan, loss_over)
+    reader = ParamReader(plan) if plan.spills_params else None
+    view = make_view(plan, loss_over, reader)
 
     def step(state: TrainState, batch: Any) -> dict[str, Any]:
         carried = state.model_state
@@ -210,7 +221,7 @@ def make_eval_step(
         return {"loss": loss, **({"aux": aux} if jax.tree.leaves(aux) else {})}
 
     jitted = jax.jit(traced_on(plan.mesh, step))
-    return without_files(jitted) if plan.spills else jitted
+    return WithoutFiles(jitted, plan, reader) if plan.spills else jitted
 
 
 class Clipped(NamedTuple):
@@ -290,7 +301,19 @@ def _advance(
     done = applied.astype(jnp.int32)
     carried = _carry(plan, state.model_state, out.model_state, applied if conditions else None)
     fields = {"step": state.step + done, "skipped": state.skipped + 1 - done, "scale": scale}
-    return Advance({**fields, "model_state": carried}, applied if conditions else None)
+    errors = _kept_errors(plan, out.errors, applied, fields["step"])
+    fields |= {"model_state": carried, "errors": errors}
+    return Advance(fields, applied if conditions else None)
+
+
+def _kept_errors(plan: Plan, errors: Any, applied: jax.Array, step: jax.Array) -> Any:
+    """LoCo's errors for the next update: none after one that is skipped, as in DeepSpeed, or every ``reset_T``."""
+    loco = plan.zero.zeropp_loco_param
+    if loco is None or not errors:
+        return errors
+    keep = applied & (step % loco.reset_T != 0)
+    errors = jax.tree.map(lambda x: jnp.where(keep, x, jnp.zeros_like(x)), errors)
+    return jax.lax.with_sharding_constraint(errors, jax.tree.map(lambda s: s.sharding, errors_struct(plan)))
 
 
 def _carry(plan: Plan, before: Any, after: Any, applied: jax.Array | None) -> Any:

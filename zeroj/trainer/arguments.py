@@ -72,6 +72,8 @@ class TrainingArguments:
         remove_unused_columns: whether columns that the model does not take are dropped.
         label_names: columns that are labels; left out, those named "labels", "label" or "label_ids".
         train_sampling_strategy: "random" or "sequential".
+        ddp_timeout: seconds after which evaluate, predict, generate and save_model name the processes that never
+            called them, in place of waiting for ever.
         resume_from_checkpoint: for scripts, which pass it on to train(); the Trainer does not read it.
         do_train: for scripts; the Trainer does not read it.
         do_eval: for scripts; the Trainer does not read it.
@@ -130,6 +132,7 @@ class TrainingArguments:
     remove_unused_columns: bool = True
     label_names: list[str] | None = None
     train_sampling_strategy: str = "random"
+    ddp_timeout: int = 1800
     resume_from_checkpoint: str | None = None
     do_train: bool = False
     do_eval: bool = False
@@ -279,6 +282,7 @@ def _faults(a: TrainingArguments) -> list[str]:
             "per_device_train_batch_size",
             "per_device_eval_batch_size",
             "gradient_accumulation_steps",
+            "ddp_timeout",
         )
         if type(getattr(a, name)) is not int or getattr(a, name) < 1
     ]

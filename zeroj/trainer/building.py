@@ -13,6 +13,7 @@ from zeroj.errors import ConfigError
 from zeroj.trainer.arguments import TrainingArguments
 from zeroj.trainer.data import is_sized
 from zeroj.trainer.schedules import make_schedule
+from zeroj.trainer.streams import tells_place
 
 
 def make_engine(trainer: Any) -> Engine:
@@ -35,7 +36,7 @@ def make_engine(trainer: Any) -> Engine:
     trainer.schedule = schedule or config.make_schedule()
     batch = example_batch(trainer)
     structs = shapes_of(trainer.model.params)
-    trainer.losses = trainer.losses.told(structs, batch)
+    trainer.losses = trainer.losses.told(structs, shapes_of(trainer.model.carried), batch)
     engine = initialize(
         trainer.losses.train,
         trainer.model.params,
@@ -45,6 +46,7 @@ def make_engine(trainer: Any) -> Engine:
         trainable=trainer.trainable,
         example_batch=batch,
         rng=args.seed,
+        model_state=trainer.model.carried,
         schedule=None if tx is not None or config.make_schedule() is not None else schedule,
     )
     return engine
@@ -80,10 +82,14 @@ def _first(dataset: Any) -> tuple[Any, Any]:
     if is_sized(dataset):
         return dataset[0], None
     stream = iter(dataset)
+    start = stream.get_state() if tells_place(stream) else None
     try:
         example = next(stream)
     except StopIteration:
         raise ConfigError("The dataset is empty.") from None
+    if start is not None:
+        stream.set_state(start)
+        return example, None
     return example, itertools.chain([example], stream) if stream is dataset else None
 
 

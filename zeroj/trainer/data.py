@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from jax.sharding import NamedSharding
 from zeroj.errors import PlanError
 from zeroj.gather.inputs import batch_specs
 from zeroj.plan.plan import Plan
+from zeroj.trainer import streams
 from zeroj.trainer.collate import LABELS, PaddingCollator
 from zeroj.trainer.steps import REAL
 
@@ -56,8 +58,10 @@ class Shape:
 
 
 def is_sized(dataset: Any) -> bool:
-    """Whether the dataset has a length and is read by index; otherwise it is iterated over."""
-    return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    """Whether the dataset has an end and is read by index; otherwise it is iterated over."""
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        return False
+    return len(dataset) < sys.maxsize  # the length of a grain.MapDataset that repeats for ever
 
 
 def kept_rows(count: int, shape: Shape, drop_last: bool) -> int:
@@ -75,7 +79,7 @@ class Loader:
     """Global batches of a dataset.
 
     Args:
-        dataset: a sequence of dicts, a ``datasets.Dataset``, or an iterable of dicts.
+        dataset: a sequence of dicts, a ``datasets.Dataset``, a dataset or loader of grain, or an iterable of dicts.
         collate: from a list of examples to a dict of numpy arrays.
         plan: the plan, whose ZeRO axes split the rows.
         shape: the layout of a whole batch.
@@ -83,6 +87,7 @@ class Loader:
         weigh_labels: whether rows that only fill up are left out by their labels alone, so that a last batch runs
             in the same program as the others; otherwise it is laid out anew and its rows carry weights.
         updates: whether a batch is one update, whose micro-batches are run by one program.
+        whole: whether every micro-batch must be full of examples, as running statistics need it.
     """
 
     def __init__(
@@ -94,13 +99,15 @@ class Loader:
         kept: Callable[[Any], dict[str, Any]],
         weigh_labels: bool,
         updates: bool = True,
+        whole: bool = False,
     ) -> None:
         self.dataset, self.collate, self.plan, self.shape = dataset, collate, plan, shape
         self.kept = kept
-        self.weigh_labels, self.updates = weigh_labels, updates
+        self.weigh_labels, self.updates, self.whole = weigh_labels, updates, whole
+        self.stream: Any = None
 
     def epoch(
-        self, epoch: int, seed: int | None, *, drop_last: bool = False, skip: int = 0
+        self, epoch: int, seed: int | None, *, drop_last: bool = False, skip: int = 0, place: Any = None
     ) -> Iterator[GlobalBatch]:
         """The batches of one pass.
 
@@ -109,26 +116,38 @@ class Loader:
             seed: seed of the order; None for the dataset's own order.
             drop_last: whether to leave out a last micro-batch that is not full.
             skip: batches to leave out at the start, without reading them where the dataset has a length.
+            place: what :meth:`place` gave after these batches, where it gave something: they are not read then.
         """
         if is_sized(self.dataset):
             yield from self._by_index(epoch, seed, drop_last, skip)
         else:
-            yield from self._by_iteration(epoch, drop_last, skip)
+            yield from self._by_iteration(epoch, drop_last, skip, place)
+
+    def place(self) -> Any:
+        """Where an iterator that can tell, such as grain's, stands after the last batch, as JSON; else None."""
+        return streams.place_of(self.stream)
 
     def _by_index(self, epoch: int, seed: int | None, drop_last: bool, skip: int) -> Iterator[GlobalBatch]:
-        order = order_of(len(self.dataset), epoch, seed)[
-            : kept_rows(len(self.dataset), self.shape, drop_last)
-        ]
+        kept = kept_rows(len(self.dataset), self.shape, drop_last)
+        self._laid_out(kept)  # raises before the first update, not at the last
+        order = order_of(len(self.dataset), epoch, seed)[:kept]
         for start in range(skip * self.shape.rows, len(order), self.shape.rows):
             chosen = order[start : start + self.shape.rows]
             yield from self._batches(len(chosen), partial(self._read, chosen))
 
-    def _by_iteration(self, epoch: int, drop_last: bool, skip: int) -> Iterator[GlobalBatch]:
+    def _by_iteration(self, epoch: int, drop_last: bool, skip: int, place: Any) -> Iterator[GlobalBatch]:
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
-        stream = iter(self.dataset)
-        next(itertools.islice(stream, skip * self.shape.rows, skip * self.shape.rows), None)
+        self.stream = stream = iter(self.dataset)
+        if place is not None:
+            streams.go_to(stream, place)
+        else:
+            next(itertools.islice(stream, skip * self.shape.rows, skip * self.shape.rows), None)
+        first = True
         while chosen := list(itertools.islice(stream, self.shape.rows)):
+            if first and jax.process_count() > 1:
+                streams.check_same([self.kept(example) for example in chosen])
+            first = False
             count = kept_rows(len(chosen), self.shape, drop_last)
             if count:
                 yield from self._batches(count, partial(_pick, chosen))
@@ -175,6 +194,12 @@ class Loader:
             return shape, False
         if real % micro == 0:
             return dataclasses.replace(shape, accumulation=real // micro), False
+        if self.whole:
+            raise PlanError(
+                f"The last {real % micro} of {real} examples do not fill a micro-batch of {shape.micro} x "
+                f"{shape.world} devices, and the model carries statistics of its batches, in which rows that fill "
+                "it up would count. Set dataloader_drop_last=True, or use another number of examples."
+            )
         return dataclasses.replace(shape, micro=1, accumulation=-(-real // shape.world)), True
 
     def _global(self, arrays: dict[str, np.ndarray], rows: int) -> dict[str, Any]:
@@ -259,6 +284,11 @@ def kept_columns(example: Any, names: frozenset[str] | None, labels: Sequence[st
     Raises:
         PlanError: the example is no dict, or has no such column.
     """
+    if example is None:
+        raise PlanError(
+            "The dataset has no example at some of its indices, as a grain.MapDataset with a filter: pass "
+            "dataset.to_iter_dataset()."
+        )
     if not hasattr(example, "keys"):
         raise PlanError(f"An example must be a dict of columns; the dataset gave a {type(example).__name__}.")
     wanted = None if names is None else names | {*LABELS, *labels}

@@ -36,7 +36,8 @@ def generate(
     sizes = np.ones((rows,), np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)], sizes[row] = prompt, len(prompt)
-    settings = (max_new_tokens, float(temperature), eos_token_id)
+    cached = {"cache", "position_ids"} <= (trainer.model.columns or set())
+    settings = (max_new_tokens, float(temperature), eos_token_id, cached)
     if settings not in trainer.decoders:
         trainer.decoders[settings] = make_eval_step(
             decoder(trainer.model.forward, *settings), plan, has_aux=True, loss_over="global"
@@ -47,22 +48,32 @@ def generate(
     return [found[row, : ends[row]].tolist() for row in range(len(prompts))]
 
 
-def decoder(forward: Any, length: int, temperature: float, eos: int | None) -> Any:
+def decoder(forward: Any, length: int, temperature: float, eos: int | None, cached: bool = False) -> Any:
     """A "loss" without a loss, whose aux is the prompts with up to ``length`` tokens more.
 
-    The whole text is read anew for every token: simple, right for any model, and good for looking at samples
-    during training; serving wants a cache. A row that is done keeps its tokens while the others go on.
+    Without a cache the whole text is read anew for every token, which is right for any model; with one, the model
+    reads the prompts once and then one token a row. A row that is done keeps its tokens while the others go on.
+
+    Args:
+        forward: see :class:`zeroj.trainer.models.Model`.
+        length: tokens to add.
+        temperature: divides the logits; 0 takes the likeliest.
+        eos: a token that ends its text.
+        cached: whether the model takes ``cache`` and ``position_ids``: given the number of places to keep it returns
+            "logits" and "cache", and given that cache it reads one token a row, at its position.
     """
 
-    def run(params: Any, batch: Any, rng: Any) -> tuple[Any, Any]:
-        rows = jnp.arange(batch["tokens"].shape[0])
-        places = jnp.arange(batch["tokens"].shape[1])
+    def run(params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[Any, Any, Any]:
+        tokens, sizes = batch["tokens"], batch["sizes"]
+        rows, places = jnp.arange(tokens.shape[0]), jnp.arange(tokens.shape[1])
         key = jax.random.key(batch["seed"][0])
 
-        def add(carry: Any, step: jax.Array) -> tuple[Any, None]:
-            tokens, sizes, done = carry
-            seen = {"input_ids": tokens, "attention_mask": (places < sizes[:, None]).astype(jnp.int32)}
-            logits = logits_of(forward(params, seen, rng, False))[rows, sizes - 1].astype(jnp.float32)
+        def read(**inputs: Any) -> Any:
+            return forward(params, model_state, inputs, rng, False)[0]
+
+        def add(text: Any, logits: jax.Array, step: jax.Array) -> Any:
+            tokens, sizes, done = text
+            logits = logits.astype(jnp.float32)
             if temperature > 0:
                 token = jax.random.categorical(jax.random.fold_in(key, step), logits / temperature)
             else:
@@ -71,10 +82,28 @@ def decoder(forward: Any, length: int, temperature: float, eos: int | None) -> A
             tokens = jnp.where(grows[:, None] & (places == sizes[:, None]), token[:, None], tokens)
             sizes = sizes + grows
             done = done | (token == eos) if eos is not None else done
-            return (tokens.astype(jnp.int32), sizes, done), None
+            return tokens.astype(jnp.int32), sizes, done
 
-        start = (batch["tokens"], batch["sizes"], jnp.zeros(rows.shape, bool))
-        (tokens, sizes, _), _ = jax.lax.scan(add, start, jnp.arange(length))
-        return jnp.float32(0), {"tokens": tokens, "sizes": sizes}
+        def reread(text: Any, step: jax.Array) -> tuple[Any, None]:
+            mask = (places < text[1][:, None]).astype(jnp.int32)
+            logits = logits_of(read(input_ids=text[0], attention_mask=mask))
+            return add(text, logits[rows, text[1] - 1], step), None
+
+        def go_on(carry: Any, step: jax.Array) -> tuple[Any, None]:
+            text, cache = carry
+            last = text[1][:, None] - 1
+            output = read(
+                input_ids=jnp.take_along_axis(text[0], last, axis=1), position_ids=last, cache=cache
+            )
+            return (add(text, output["logits"][:, 0], step), output["cache"]), None
+
+        text = (tokens, sizes, jnp.zeros(rows.shape, bool))
+        if cached and length:
+            output = read(input_ids=tokens[:, : tokens.shape[1] - length], cache=tokens.shape[1])
+            text = add(text, output["logits"][rows, sizes - 1], jnp.int32(0))
+            (text, _), _ = jax.lax.scan(go_on, (text, output["cache"]), jnp.arange(1, length))
+        else:
+            text, _ = jax.lax.scan(reread, text, jnp.arange(length))
+        return jnp.float32(0), model_state, {"tokens": text[0], "sizes": text[1]}
 
     return run

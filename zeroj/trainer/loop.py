@@ -14,7 +14,7 @@ import numpy as np
 
 from zeroj.trainer import building, saving
 from zeroj.trainer.callbacks import improves, metric_name
-from zeroj.trainer.data import GlobalBatch
+from zeroj.trainer.data import GlobalBatch, Loader
 from zeroj.trainer.state import TrainerState
 
 #: Steps that may be under way on the devices while the host goes on.
@@ -36,6 +36,8 @@ class Progress:
         shapes: shapes of batches seen.
         tokens: tokens since the last log.
         clock: when the last log was.
+        place: where the data stood in the checkpoint that the run goes on from, for iterators that can go there.
+        loader: the loader of the present pass.
     """
 
     epoch: int = 0
@@ -46,6 +48,8 @@ class Progress:
     shapes: set[Any] = dataclasses.field(default_factory=set)
     tokens: int = 0
     clock: float = dataclasses.field(default_factory=time.perf_counter)
+    place: Any = None
+    loader: Loader | None = None
 
     def to_json(self) -> dict[str, Any]:
         """What a resumed run needs."""
@@ -55,6 +59,7 @@ class Progress:
             "in_epoch": self.in_epoch,
             "pending": losses,
             "total_loss": self.total_loss,
+            "place": self.loader.place() if self.loader is not None and self.in_epoch else None,
         }
 
 
@@ -78,7 +83,10 @@ def run(trainer: Any, folder: pathlib.Path | None) -> Any:
     trainer.log(dict(metrics))
     trainer.save_state()
     trainer._call("on_train_end")
-    _say(trainer, f"time: {trainer.times.summary()}")
+    skipped = trainer.engine.skipped_steps
+    _say(
+        trainer, f"time: {trainer.times.summary()}" + (f"; {skipped} updates were skipped" if skipped else "")
+    )
     return TrainOutput(trainer.state.global_step, metrics["train_loss"], metrics)
 
 
@@ -88,6 +96,7 @@ def _begin(trainer: Any, folder: pathlib.Path | None) -> Progress:
     if folder is not None:
         trainer.state, saved = saving.load(trainer, folder)
         progress = Progress(saved["epoch"], saved["in_epoch"], list(saved["pending"]), saved["total_loss"])
+        progress.place = saved.get("place")
     state: TrainerState = trainer.state
     total, updates = trainer.total_updates(), trainer.epoch_updates()
     state.max_steps = total
@@ -123,7 +132,8 @@ def _epoch(trainer: Any, progress: Progress) -> bool:
     order = seed if args.train_sampling_strategy == "random" else None
     skip = 0 if args.ignore_data_skip else progress.in_epoch
     loader = trainer.loader(trainer.train_dataset, trainer.train_shape)
-    batches = loader.epoch(progress.epoch, order, drop_last=args.dataloader_drop_last, skip=skip)
+    place, progress.place, progress.loader = progress.place if skip else None, None, loader
+    batches = loader.epoch(progress.epoch, order, drop_last=args.dataloader_drop_last, skip=skip, place=place)
     updates, seen = trainer.epoch_updates(), 0
     trainer._call("on_epoch_begin")
     while True:

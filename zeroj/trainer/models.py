@@ -14,8 +14,10 @@ from flax import linen, nnx
 from zeroj.errors import PlanError
 from zeroj.gather.loss import takes_rng
 
-#: (params, batch, rng, train) -> the model's output.
-Forward = Callable[[Any, Any, Any, bool], Any]
+#: (params, carried, batch, rng, train) -> (the model's output, carried).
+Forward = Callable[[Any, Any, Any, Any, bool], tuple[Any, Any]]
+#: What a module may be told of whether it trains, and its value while it does.
+MODES = {"train": True, "training": True, "deterministic": False, "use_running_average": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,11 +25,13 @@ class Model:
     """A model as the Trainer sees it.
 
     Args:
-        forward: ``(params, batch, rng, train)`` -> output; None where only a loss is known.
+        forward: ``(params, carried, batch, rng, train)`` -> (output, carried); None where only a loss is known.
         loss_fn: ``(params, batch, rng)`` -> loss, where the user gave a loss in place of a model.
         params: the user's params, or a function of nothing that makes them.
         source: the user's object, for its config, names and loss type.
         columns: names of the inputs that it takes; None for any.
+        carried: what a step changes beside params, such as running statistics, or a function of nothing that
+            makes it; ``()`` for most models.
     """
 
     forward: Forward | None
@@ -35,6 +39,7 @@ class Model:
     params: Any
     source: Any
     columns: frozenset[str] | None
+    carried: Any = ()
 
     @property
     def hidden_size(self) -> int | None:
@@ -58,10 +63,10 @@ def as_model(model: Any, params: Any = None) -> Model:
     Args:
         model: an ``nnx.Module`` (real, or abstract by ``nnx.eval_shape`` with ``params``), a function of nothing
             that makes one, a linen module with ``params``, or a loss ``(params, batch[, rng])`` with ``params``.
-        params: the params, where the model does not hold them.
+        params: the params, where the model does not hold them; of a linen module all its variables.
 
     Raises:
-        PlanError: it is none of these, or has state beside params that a step would have to change.
+        PlanError: it is none of these, or has state beside params of which only shapes are known.
     """
     if isinstance(model, nnx.Module):
         return _of_nnx(model, params)
@@ -70,7 +75,7 @@ def as_model(model: Any, params: Any = None) -> Model:
     if callable(model) and params is None and _takes_nothing(model):
         abstract = nnx.eval_shape(model)
         if isinstance(abstract, nnx.Module):
-            return _of_nnx(abstract, lambda: nnx.state(model(), nnx.Param))
+            return _of_nnx(abstract, lambda: nnx.state(model(), nnx.Param), lambda: _parts(model())[3])
     if callable(model) and params is not None:
         return _of_loss(model, params)
     raise PlanError(
@@ -80,36 +85,48 @@ def as_model(model: Any, params: Any = None) -> Model:
     )
 
 
-def _of_nnx(model: nnx.Module, params: Any) -> Model:
-    parts: Any = nnx.split(model, nnx.Param, ...)
-    own, rest = parts[1:]
-    _check_rest(rest)
+def _of_nnx(model: nnx.Module, params: Any, carried: Any = None) -> Model:
+    _, own, streams, first = _parts(model)
     definitions = {}
     for train in (True, False):
         model.train() if train else model.eval()
-        definitions[train] = nnx.split(model, nnx.Param, ...)[0]
+        definitions[train] = _parts(model)[0]
     model.train()
     names, wants = _signature(type(model).__call__)
 
-    def forward(params: Any, batch: Any, rng: Any, train: bool) -> Any:
-        whole = nnx.merge(definitions[train], params, _seeded(rest, rng))
-        return whole(**_inputs(batch, names), **_mode(wants, train))
+    def forward(params: Any, carried: Any, batch: Any, rng: Any, train: bool) -> tuple[Any, Any]:
+        rest = [carried] if jax.tree.leaves(carried) else []
+        whole = nnx.merge(definitions[train], params, _seeded(streams, rng), *rest)
+        output = whole(**_inputs(batch, names), **_mode(wants, train))
+        return output, _parts(whole)[3] if train and rest else carried
 
-    return Model(forward, None, own if params is None else params, model, names)
+    if not jax.tree.leaves(first):
+        carried = ()
+    elif carried is None:
+        carried = _real(first)
+    return Model(forward, None, own if params is None else params, model, names, carried)
 
 
-def _check_rest(rest: Any) -> None:
+def _parts(model: nnx.Module) -> tuple[Any, Any, Any, Any]:
+    """(definition, params, random streams, what else a step changes); what is sown is no part of it."""
+    found: Any = nnx.split(model, nnx.Param, nnx.RngState, nnx.Intermediate, ...)
+    definition, params, streams, _, rest = found
+    return definition, params, streams, rest
+
+
+def _real(carried: Any) -> Any:
     wrong = sorted(
         f"{'/'.join(map(str, path))} ({type(value).__name__})"
-        for path, value in nnx.to_flat_state(rest)
-        if not isinstance(value, nnx.RngState)
+        for path, value in nnx.to_flat_state(carried)
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(value))
     )
     if wrong:
         raise PlanError(
-            "The model has state that a step would have to change, which the Trainer does not do: "
+            "Of what the model carries beside its params only shapes are known: "
             + ", ".join(wrong)
-            + ". Use a norm without running statistics, or pass a loss in place of the model."
+            + ". Pass a function of nothing that makes the model, or a model that holds values."
         )
+    return carried
 
 
 def _seeded(rest: Any, rng: Any) -> Any:
@@ -126,22 +143,31 @@ def _seeded(rest: Any, rng: Any) -> Any:
 def _of_linen(module: linen.Module, params: Any) -> Model:
     if params is None:
         raise PlanError("A linen module holds no params: Trainer(model=module, params=module.init(...)).")
-    collections = set(params) if isinstance(params, Mapping) else set()
+    shapes = jax.eval_shape(params) if callable(params) else params
+    collections = set(shapes) if isinstance(shapes, Mapping) else set()
     boxed = "params" in collections
-    if boxed and collections != {"params"}:
-        raise PlanError(
-            f"The variables have the collections {sorted(collections - {'params'})}, which a step would have to "
-            "change; the Trainer trains 'params' alone. Pass a loss in place of the model."
-        )
+    others = sorted(collections - {"params"}) if boxed else []
     names, wants = _signature(type(module).__call__)
 
-    def forward(params: Any, batch: Any, rng: Any, train: bool) -> Any:
+    def forward(params: Any, carried: Any, batch: Any, rng: Any, train: bool) -> tuple[Any, Any]:
         rngs = {"dropout": rng} if train and rng is not None else None
-        variables = params if boxed else {"params": params}
+        variables = dict(params) if boxed else {"params": params}
         keywords: dict[str, Any] = _inputs(batch, names) | _mode(wants, train)
-        return module.apply(variables, rngs=rngs, **keywords)
+        if not (others and train):
+            return module.apply(variables | dict(carried), rngs=rngs, **keywords), carried
+        output, new = module.apply(variables | dict(carried), rngs=rngs, mutable=others, **keywords)
+        return output, {name: new[name] for name in others}
 
-    return Model(forward, None, params, module, names)
+    if not others:
+        return Model(forward, None, params, module, names)
+    return Model(forward, None, _chosen(params, ["params"]), module, names, _chosen(params, others))
+
+
+def _chosen(variables: Any, collections: list[str]) -> Any:
+    """Some collections of a linen module's variables, or of what a function of nothing makes."""
+    if callable(variables):
+        return lambda: _chosen(variables(), collections)
+    return {name: variables[name] for name in collections}
 
 
 def _of_loss(loss_fn: Callable[..., Any], params: Any) -> Model:
@@ -154,17 +180,16 @@ def _of_loss(loss_fn: Callable[..., Any], params: Any) -> Model:
 
 
 def _signature(call: Callable[..., Any]) -> tuple[frozenset[str] | None, frozenset[str]]:
-    """(names of inputs, which of train / deterministic it takes); no names where it takes any keyword."""
+    """(names of inputs, which of MODES it takes); no names where it takes any keyword."""
     parameters = list(inspect.signature(call).parameters.values())[1:]
-    modes = frozenset(p.name for p in parameters) & {"train", "deterministic"}
+    modes = frozenset(p.name for p in parameters) & MODES.keys()
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return None, modes
     return frozenset(p.name for p in parameters) - modes, modes
 
 
 def _mode(wants: frozenset[str], train: bool) -> dict[str, bool]:
-    values = {"train": train, "deterministic": not train}
-    return {name: values[name] for name in wants}
+    return {name: MODES[name] == train for name in wants}
 
 
 def _inputs(batch: Any, names: frozenset[str] | None) -> dict[str, Any]:

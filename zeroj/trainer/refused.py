@@ -8,7 +8,7 @@ from typing import Any
 NO_EFFECT = frozenset(
     "overwrite_output_dir logging_dir save_safetensors dataloader_pin_memory dataloader_num_workers "
     "dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order "
-    "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout "
+    "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend "
     "local_rank log_level log_level_replica log_on_each_node use_cpu no_cuda tf32 skip_memory_metrics use_cache "
     "average_tokens_across_devices torch_empty_cache_steps eval_accumulation_steps eval_do_concat_batches "
     "half_precision_backend bf16_full_eval fp16_full_eval length_column_name _n_gpu logging_nan_inf_filter "

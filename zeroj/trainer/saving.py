@@ -106,7 +106,13 @@ def export_model(trainer: Any, folder: pathlib.Path, dtype: Any, only: Any) -> l
     engine, model = trainer.engine, trainer.model
     half = engine.plan.precision.name if engine.plan.precision.half else None
     files = export_safetensors(
-        engine.state, folder, dtype or half, plan=engine.plan, names=model.names, only=only
+        engine.state,
+        folder,
+        dtype or half,
+        plan=engine.plan,
+        names=model.names,
+        only=only,
+        model_state=only is None,
     )
     if jax.process_index() == 0:
         _write_config(model.source, folder, dtype or half)

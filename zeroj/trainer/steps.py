@@ -36,40 +36,46 @@ class Losses:
     compute: Callable[..., Any] | None = None
     by_labels: bool = False
 
-    def told(self, params: Any, batch: Any) -> Losses:
+    def told(self, params: Any, carried: Any, batch: Any) -> Losses:
         """The same, knowing whether the loss is the default one, by tracing the model on shapes."""
         forward = self.model.forward
         if forward is None or self.compute is not None:
             return dataclasses.replace(self, by_labels=False)
         key = jax.eval_shape(lambda: jax.random.key(0))
-        output = jax.eval_shape(lambda p, b, r: forward(p, b, r, False), params, batch, key)
+        output, _ = jax.eval_shape(lambda p, c, b, r: forward(p, c, b, r, False), params, carried, batch, key)
         return dataclasses.replace(self, by_labels=output_part(output, "loss") is None)
 
-    def train(self, params: Any, batch: Any, rng: Any) -> Any:
-        """The loss of a step."""
-        return self._loss(params, batch, rng, True)[0]
+    def train(self, params: Any, batch: Any, rng: Any, model_state: Any) -> Any:
+        """The loss of a step, and what the model carries on from it."""
+        loss, carried = self._loss(params, batch, rng, model_state, True)
+        if isinstance(loss, tuple) and not isinstance(loss, Mean) and len(loss) == 2:
+            return loss[0], carried, loss[1]
+        return loss, carried
 
-    def evaluation(self, params: Any, batch: Any, rng: Any) -> tuple[Any, Any]:
+    def evaluation(self, params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[Any, Any, Any]:
         """The loss of a batch, and its count as an aux that is averaged over devices."""
-        return self._counted(*self._loss(params, batch, rng, False))
+        loss, _ = self._loss(params, batch, rng, model_state, False)
+        value, aux = _counted(loss, batch)
+        return value, model_state, aux
 
-    def prediction(self, params: Any, batch: Any, rng: Any) -> tuple[Any, Any]:
+    def prediction(self, params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[Any, Any, Any]:
         """No loss, and the model's output as aux; for a program over the whole batch."""
         if self.model.forward is None:
             raise PlanError("predict needs a model, not a loss: pass Trainer(model=module).")
-        output = self.model.forward(params, _plain(batch), rng, False)
+        output, _ = self.model.forward(params, model_state, _plain(batch), rng, False)
         logits = logits_of(output)
-        return jnp.float32(0), {"logits": output if logits is None else logits}
+        return jnp.float32(0), model_state, {"logits": output if logits is None else logits}
 
-    def _loss(self, params: Any, batch: Any, rng: Any, train: bool) -> tuple[Any, Any]:
+    def _loss(self, params: Any, batch: Any, rng: Any, carried: Any, train: bool) -> tuple[Any, Any]:
         if self.model.loss_fn is not None:
             loss = self.model.loss_fn(params, _plain(batch), rng)
         else:
             assert self.model.forward is not None
-            loss = self._of_output(self.model.forward(params, _plain(batch), rng, train), batch)
+            output, carried = self.model.forward(params, carried, _plain(batch), rng, train)
+            loss = self._of_output(output, batch)
         if REAL in batch:
             loss = _weighted(loss, batch[REAL])
-        return loss, batch
+        return loss, carried
 
     def _of_output(self, output: Any, batch: Any) -> Any:
         labels = batch.get(self.labels) if self.labels else None
@@ -88,12 +94,13 @@ class Losses:
             )
         return default_loss(logits, labels, self.model.loss_kind, self.smoothing)
 
-    def _counted(self, loss: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
-        out = call_loss(lambda params, batch: loss, None, batch, None, (), False)
-        rows = next(jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x))
-        count = jnp.float32(rows) if out.weight is None else out.weight
-        value = out.total if out.weight is None else Mean(out.total, out.weight)
-        return value, {"count": jnp.asarray(count, jnp.float32)}
+
+def _counted(loss: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+    out = call_loss(lambda params, batch: loss, None, batch, None, (), False)
+    rows = next(jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x))
+    count = jnp.float32(rows) if out.weight is None else out.weight
+    value = out.total if out.weight is None else Mean(out.total, out.weight)
+    return value, {"count": jnp.asarray(count, jnp.float32)}
 
 
 def _plain(batch: Any) -> Any:

@@ -8,12 +8,14 @@ import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from zeroj.checkpoint.together import arrive
 from zeroj.engine import Engine
-from zeroj.errors import ConfigError
+from zeroj.errors import ConfigError, ZerojError
 from zeroj.plan.mesh import make_mesh, zero_axes_of
 from zeroj.trainer import building, evaluation, generation, loop
 from zeroj.trainer.arguments import TrainingArguments
@@ -58,7 +60,8 @@ class Trainer(Results):
         callbacks: objects with Hugging Face's events; see :class:`TrainerCallback`.
         optimizers: (optax transformation, schedule); where given, the ds_config must not have one.
         preprocess_logits_for_metrics: ``(logits, labels)`` -> what to keep for compute_metrics.
-        params: the params, where the model does not hold them.
+        params: the params, where the model does not hold them; of a linen module all variables, of which those
+            beside "params" (such as "batch_stats") are carried from step to step.
         mesh: the devices; left out, all of them.
         trainable: which leaves train; see :func:`zeroj.make_plan`.
 
@@ -159,7 +162,9 @@ class Trainer(Results):
     def loader(self, dataset: Any, shape: Shape, updates: bool = True) -> Loader:
         """Global batches of a dataset."""
         plan = self.engine.plan
-        return Loader(dataset, self.data_collator, plan, shape, self.kept, self.losses.by_labels, updates)
+        whole = updates and bool(jax.tree.leaves(building.shapes_of(self.model.carried)))
+        by_labels = self.losses.by_labels and not whole
+        return Loader(dataset, self.data_collator, plan, shape, self.kept, by_labels, updates, whole)
 
     def kept(self, example: Any) -> dict[str, Any]:
         """The columns of an example that the model takes."""
@@ -217,6 +222,7 @@ class Trainer(Results):
             for name, part in dataset.items():
                 found |= self.evaluate(part, metric_key_prefix=f"{metric_key_prefix}_{name}")
             return found
+        self._arrive(f"evaluation {metric_key_prefix!r}")
         with self.times.of("evaluate"):
             keep = self.compute_metrics is not None and not self.args.prediction_loss_only
             output = evaluation.run(self, dataset, metric_key_prefix, keep_predictions=keep)
@@ -241,6 +247,7 @@ class Trainer(Results):
             raise ConfigError(
                 "predict(ignore_keys=...) is not supported: return only what you need as logits."
             )
+        self._arrive("prediction")
         output = evaluation.run(self, test_dataset, metric_key_prefix, keep_predictions=True)
         self._call("on_predict", metrics=output.metrics)
         return output
@@ -265,6 +272,7 @@ class Trainer(Results):
         Returns:
             The prompts with what was added, whole on every host.
         """
+        self._arrive("generation")
         return generation.generate(self, prompts, max_new_tokens, temperature, eos_token_id, seed)
 
     def save_model(
@@ -273,18 +281,19 @@ class Trainer(Results):
         dtype: Any = None,
         only: Callable[[str], bool] | None = None,
     ) -> list[pathlib.Path]:
-        """Writes the params as safetensors, and the model's config. Every process must call it.
+        """Writes params and running statistics as safetensors, and the model's config. Every process must call it.
 
         Nothing is gathered: every process writes its own shards into the files.
 
         Args:
             output_dir: the folder; left out, the run's.
             dtype: "fp32", "bf16" or "fp16"; left out, the dtype of computation, as DeepSpeed's 16-bit weights.
-            only: a predicate of paths: which leaves to write; left out, all.
+            only: a predicate of paths: which params alone to write; left out, all.
 
         Returns:
             The safetensors files.
         """
+        self._arrive("save_model")
         return export_model(self, pathlib.Path(output_dir or str(self.args.output_dir)), dtype, only)
 
     def log(self, logs: dict[str, Any]) -> None:
@@ -294,6 +303,10 @@ class Trainer(Results):
         self._call("on_log", logs=logs)
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _arrive(self, what: str) -> None:
+        """Waits until every process has come to what all of them have to do."""
+        arrive(f"{what} after update {self.state.global_step}", self.args.ddp_timeout, ZerojError)
 
     def _call(self, event: str, **kwargs: Any) -> None:
         model = self.model.source

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,11 @@ def test_a_file_trains_three_steps_or_is_refused_by_name(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "tensorboardX", types.SimpleNamespace(SummaryWriter=Events))
     config = zj.Config.load(below(read(FILES / f"{name}.json")[0], tmp_path), **arguments)
+    local = max(2, config.zero.zero_hpz_partition_size)  # hpZ's group lies within a node
+    mesh = zj.make_mesh(node=2, local=local, devices=jax.devices()[: 2 * local])
+    sizes = replace(sizes, train=sizes.train * local // 2)  # the table's is for four devices
     params, batches = oracle.toy_params(), oracle.toy_batches(3, sizes.train)
     tx = optax.adam(1e-2) if config.make_optimizer() is None else None
-    mesh = zj.make_mesh(node=2, local=2, devices=jax.devices()[:4])
     lacking = set(config.needs()) - SUPPORTED
     if lacking:
         with pytest.raises(zj.ConfigError) as caught:

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-#: Bytes that compiling the step's programs takes.
-COMPILER = 160 << 20
+#: Bytes that compiling the step's programs takes: 85 MB on a quiet machine, up to 195 MB were seen on a busy one.
+COMPILER = 220 << 20
 ROOT = pathlib.Path(__file__).parents[2]
 
 

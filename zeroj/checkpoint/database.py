@@ -7,6 +7,7 @@ carries a CRC-32C, which each read checks; so does every node of the database's 
 from __future__ import annotations
 
 import math
+import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -36,7 +37,7 @@ async def write(folder: str, process: int, specs: Sequence[ArraySpec], parts: li
         specs: arrays whose description this process writes even if it has no part of them.
         parts: the parts; emptied on the way, so that host copies are freed as they are written.
     """
-    context = _context()
+    context = _background()
     base = f"{folder}/{PROCESS_FOLDER}{process}"
     mine = {spec.name: spec for spec in [*specs, *(part.spec for part in parts)]}
     opening = {name: ts.open(_create(base, spec), context=context) for name, spec in mine.items()}
@@ -240,6 +241,18 @@ def _file_of(folder: str, key: bytes) -> str:
 
 def _context() -> Any:
     return ts.Context({"cache_pool": {"total_bytes_limit": 64 * 2**20}})
+
+
+def _background() -> Any:
+    """Half of the cores at most: a save is written beside a training step, which needs the others."""
+    limit = {"limit": max(1, (os.cpu_count() or 2) // 2)}
+    return ts.Context(
+        {
+            "cache_pool": {"total_bytes_limit": 64 * 2**20},
+            "data_copy_concurrency": limit,
+            "file_io_concurrency": limit,
+        }
+    )
 
 
 def _database(folder: str) -> dict[str, Any]:

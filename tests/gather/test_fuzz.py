@@ -69,6 +69,8 @@ def check(steps: Any, zero: Any, mesh: Any, view: str, width: int, frozen: str, 
         want_loss, want = oracle(loss_fn, params, batch, degree if view == "device" else 1)
     except NotImplementedError:  # plain JAX cannot differentiate it: forward mode through a custom_vjp
         reject()
+    if not all(np.isfinite(np.asarray(x, np.float32)).all() for x in (want_loss, *want) if x is not None):
+        reject()  # a program without a gradient: the deviation of a single example has none
     step = jax.jit(zj.value_and_grad(loss_fn, plan, loss_over=view))
     loss, grads = step(zj.shard_params(plan, params), batch)
 

@@ -43,10 +43,16 @@ test: $(VENV)/.installed-aot lint
 test-fast: $(VENV)/.installed
 	JAX_PLATFORMS=cpu $(BIN)/pytest -n $(WORKERS) -m "not full and not slow and not hf"
 
-# Against PyTorch and transformers themselves: a large download, which is why `test` compares with their files.
-test-hf: $(VENV)/.installed
-	$(BIN)/pip install -q -e '.[hf]'
-	JAX_PLATFORMS=cpu $(BIN)/pytest tests/hf
+# Against PyTorch and transformers themselves: a large download, which is why `test` compares with their files. In an
+# environment of its own: `models` needs an older transformers.
+$(VENV)-hf/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-hf
+	$(VENV)-hf/bin/pip install -q --upgrade pip
+	$(VENV)-hf/bin/pip install -q -e '.[test,hf]'
+	touch $@
+
+test-hf: $(VENV)-hf/.installed
+	JAX_PLATFORMS=cpu $(VENV)-hf/bin/pytest tests/hf
 
 test-all: $(VENV)/.installed-aot
 	JAX_PLATFORMS=cpu $(BIN)/pytest -n $(WORKERS)
@@ -58,4 +64,4 @@ gpu-check: $(VENV)/.installed-gpu
 	$(BIN)/python benchmarks/gpu_check.py
 
 clean:
-	rm -rf $(VENV) out .cache
+	rm -rf $(VENV) $(VENV)-hf out .cache

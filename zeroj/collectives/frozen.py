@@ -12,6 +12,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from zeroj.collectives.fetch import shard_shape
 from zeroj.collectives.quantize import dequantize, quantize
 from zeroj.plan.mesh import traced_on
 from zeroj.plan.plan import ParamLeaf, Plan
@@ -39,11 +40,9 @@ def unpack(plan: Plan, leaf: ParamLeaf, stored: jax.Array) -> jax.Array:
     """Undoes :func:`pack`: sharded as the leaf would be, in the compute dtype; within ``jit``."""
     fmt, dtype = leaf.placement.wire.weights, plan.precision.compute(leaf.dtype)
     assert fmt is not None
-    shape = list(leaf.placement.padded)
-    for dim, axes in leaf.placement.dims:
-        shape[dim] //= math.prod(plan.mesh.shape[axis] for axis in axes)
 
     def one(packed: jax.Array) -> jax.Array:
+        shape = shard_shape(leaf.placement)
         count = math.prod(shape[packed.ndim - 1 :])
         return dequantize(packed, fmt, count, dtype).reshape(shape)
 

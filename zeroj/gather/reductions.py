@@ -19,6 +19,7 @@ import numpy as np
 
 from zeroj import _compat
 from zeroj.collectives import plain, quantized
+from zeroj.collectives.fetch import shard_shape
 from zeroj.collectives.quantized import Feedback
 from zeroj.gather.uniform import Uniform
 from zeroj.plan.rules import Placement
@@ -93,10 +94,7 @@ class Reduction:
         """The sum of zeros, without any communication."""
         if self.whole:
             return jnp.zeros(self.placement.shape, dtype)
-        shape = list(self.placement.padded)
-        for dim, axes in self.placement.dims:
-            shape[dim] //= jax.lax.axis_size(axes)
-        return jnp.zeros(shape, dtype)
+        return jnp.zeros(shard_shape(self.placement), dtype)
 
     def away(self, value: Any) -> Any:
         """A sum in the memory where it is kept: on the host, it leaves the device as soon as it is made."""

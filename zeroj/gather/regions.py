@@ -9,6 +9,7 @@ inlines it before it does anything else, so the compiled program is that of regi
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ import numpy as np
 
 from zeroj import _compat
 from zeroj.gather import fingerprint
-from zeroj.gather.lazy import Expr, Lazy, Shard, is_lazy
+from zeroj.gather.lazy import Expr, Shard, is_lazy, shards_of, substitute
 from zeroj.gather.reductions import Reductions
 from zeroj.gather.tokens import Gathers, Progress, Tokens
 from zeroj.plan.rules import Placement
@@ -128,14 +129,23 @@ class Operands:
 
     def rebuilt(self, arrays: Sequence[jax.Array]) -> list[Any]:
         """The same values, made of other arrays."""
-        made: dict[int, Any] = {}
-        return [self._rebuild(value, arrays, made) for value in self._values]
+        parts = {
+            shard: replace(shard, array=arrays[self._index[id(shard.array)]])
+            for value in self._values
+            for shard in shards_of(value)
+        }
+        return [
+            arrays[self._index[id(value)]] if isinstance(value, jax.Array) else substitute(value, parts)
+            for value in self._values
+        ]
 
     def _describe(self, value: Any) -> Hashable:
         if isinstance(value, Shard):
             _check(value.placement)
             return "shard", self._at(value.array), value.placement, str(value.dtype)
         if isinstance(value, Expr):
+            if any(isinstance(operand, jax.Array) for operand in value.operands):
+                raise NotAlike
             operands = tuple(self._describe(operand) for operand in value.operands)
             return "expr", fingerprint.of_equation(value.eqn), value.index, operands
         if is_lazy(value):
@@ -151,21 +161,6 @@ class Operands:
             self._index[id(array)] = len(self.arrays)
             self.arrays.append(array)
         return self._index[id(array)]
-
-    def _rebuild(self, value: Any, arrays: Sequence[jax.Array], made: dict[int, Any]) -> Any:
-        if not (is_lazy(value) or isinstance(value, jax.Array)):
-            return value
-        if id(value) not in made:
-            made[id(value)] = self._remade(value, arrays, made)
-        return made[id(value)]
-
-    def _remade(self, value: Lazy | jax.Array, arrays: Sequence[jax.Array], made: dict[int, Any]) -> Any:
-        if isinstance(value, Shard):
-            return Shard(arrays[self._index[id(value.array)]], value.placement, value.dtype, value.path)
-        if isinstance(value, Expr):
-            operands = tuple(self._rebuild(operand, arrays, made) for operand in value.operands)
-            return Expr(value.eqn, operands, value.index)
-        return arrays[self._index[id(value)]]
 
 
 def _check(placement: Placement) -> None:

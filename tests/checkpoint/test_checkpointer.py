@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
+import sys
+import threading
 from typing import Any
 
 import jax
@@ -12,6 +15,7 @@ import pytest
 
 import zeroj as zj
 from tests.checkpoint.toy import PARAMS, TX, assert_in_place, assert_same, flat, plan_of, train
+from zeroj.checkpoint import database
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +187,26 @@ def test_both_ways_of_saving_write_the_same(
     with zj.Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(state, plan, wait=wait)
         assert_same(flat(checkpoints.restore(plan)[0], plan), flat(state, plan))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a priority for each thread")
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_background_save_gives_way_to_training(
+    wait: bool, tmp_path: pathlib.Path, plan: Any, state: zj.TrainState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread, from which TensorStore's workers inherit, runs behind the others; a save waited for does not."""
+    seen, write = [], database.write
+
+    def watched(*args: Any) -> Any:
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return write(*args)
+
+    monkeypatch.setattr(database, "write", watched)
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    with zj.Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(state, plan, wait=wait)
+    assert seen == [before if wait else max(before, database.BACKGROUND_NICE)]
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
 def test_a_manifest_of_a_newer_zeroj_is_refused(

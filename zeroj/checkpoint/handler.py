@@ -21,10 +21,14 @@ class StateHandler(ocp.AsyncCheckpointHandler):
         parts = [p for s in args.leaves for p in arrays.pieces(s.spec, s.value, copy=args.copy)]
         specs = [s.spec for s in args.leaves] if jax.process_index() == 0 else []
         texts = {MANIFEST_FILE: args.manifest.to_json(), EXTRA_FILE: extra_to_json(args.extra)}
-        write = self._write(directory, specs, parts, texts)
+        write = self._write(directory, specs, parts, texts, beside_training=args.copy)
         return [ocp.future.CommitFutureAwaitingContractedSignals(write, name="zeroj_save")]
 
-    async def _write(self, directory: Any, specs: Any, parts: Any, texts: dict[str, str]) -> None:
+    async def _write(
+        self, directory: Any, specs: Any, parts: Any, texts: dict[str, str], *, beside_training: bool
+    ) -> None:
+        if beside_training:
+            database.give_way()
         if jax.process_index() == 0:
             for name, text in texts.items():
                 (directory / name).write_text(text)

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import os
 import pathlib
+import platform
 from collections.abc import Iterator
 
 import jax
 import pytest
 
+FLAGS = os.environ.get("XLA_FLAGS", "").split()
 # MLIR fusion emitters take three quarters of the time that XLA:CPU compiles small programs, and the tests do
 # little else. XLA reads its flags when the backend starts; newer versions do not know this one and would abort.
 if jax.__version_info__ < (0, 11):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false".strip()
+    FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+# With fused multiply-adds the same arithmetic rounds differently in two programs: LLVM chooses which product of a
+# sum it fuses, by what else is in the kernel. Without them what differs is zeroj's, and bit for bit can be asked.
+if platform.machine() in ("x86_64", "AMD64") and not any(flag.startswith("--xla_cpu_max_isa") for flag in FLAGS):
+    FLAGS.append("--xla_cpu_max_isa=AVX")
+os.environ["XLA_FLAGS"] = " ".join(FLAGS)
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 

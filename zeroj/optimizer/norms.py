@@ -11,12 +11,12 @@ from zeroj import _compat
 from zeroj.plan.cuts import PIECE_BYTES
 
 
-def sum_of_squares(grad: jax.Array, divisor: jax.Array, parts: int = 1) -> jax.Array:
+def sum_of_squares(grad: jax.Array, divisor: jax.Array | None, parts: int = 1) -> jax.Array:
     """The sum of the squares of a gradient's elements over ``divisor``, an fp32 scalar.
 
     Args:
         grad: a global array, each element counted once, on the device or on the host.
-        divisor: scalar.
+        divisor: scalar; None for 1.
         parts: among how many devices it is split: a piece has at most :data:`PIECE_BYTES` on each, where dim 0
             can be cut so.
     """
@@ -37,6 +37,6 @@ def sum_of_squares(grad: jax.Array, divisor: jax.Array, parts: int = 1) -> jax.A
     return total
 
 
-def _squares(value: jax.Array, divisor: jax.Array) -> jax.Array:
+def _squares(value: jax.Array, divisor: jax.Array | None) -> jax.Array:
     wide = value.astype(jnp.promote_types(value.dtype, jnp.float32))
-    return jnp.sum(jnp.square(wide / divisor.astype(wide.dtype)))
+    return jnp.sum(jnp.square(wide if divisor is None else wide / divisor.astype(wide.dtype)))

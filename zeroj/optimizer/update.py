@@ -7,6 +7,7 @@ is cut off before the transformation sees them and put back after it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -69,9 +70,9 @@ def updated(
         extra: passed on to ``tx.update``.
     """
     live = [leaf for leaf in plan.leaves if leaf.trainable]
-    before = unflatten(plan, [master_view(plan, leaf, m) for leaf, m in zip(live, masters, strict=True)])
+    before = unflatten(plan, master_views(plan, live, masters))
     seen = [
-        plain.unpad(g, plan.grad_placement(leaf)).astype(plan.precision.seen(leaf.dtype))
+        as_dtype(plain.unpad(g, plan.grad_placement(leaf)), plan.precision.seen(leaf.dtype))
         for leaf, g in zip(live, grads, strict=True)
     ]
     inner_before = load_state(plan, plan.state_treedef.unflatten(inner))
@@ -82,10 +83,7 @@ def updated(
             lambda new, old: jnp.where(applied, new, old), (new, after), (before, inner_before)
         )
     flat = [v for v, leaf in zip(plan.treedef.flatten_up_to(new), plan.leaves, strict=True) if leaf.trainable]
-    shards = [
-        store(plan, plan.master_placement(leaf), value, plan.master_dtype(leaf))
-        for leaf, value in zip(live, flat, strict=True)
-    ]
+    shards = store(plan, [(plan.master_placement(x), plan.master_dtype(x)) for x in live], flat)
     return shards, plan.state_treedef.flatten_up_to(store_state(plan, after))
 
 
@@ -100,7 +98,7 @@ def unflatten(plan: Plan, live: list[Any]) -> Any:
 def store_state(plan: Plan, inner: Any) -> Any:
     """The transformation's state in stored shapes and in its place."""
     flat = plan.state_treedef.flatten_up_to(inner)
-    stored = [store(plan, s.placement, v, s.dtype) for s, v in zip(plan.state_leaves, flat, strict=True)]
+    stored = store(plan, [(s.placement, s.dtype) for s in plan.state_leaves], flat)
     return plan.state_treedef.unflatten(stored)
 
 
@@ -152,18 +150,31 @@ def on_device(value: jax.Array, placement: Placement) -> jax.Array:
     return jax.device_put(value, jax.memory.Space.Device) if away else value
 
 
-def master_view(plan: Plan, leaf: ParamLeaf, value: jax.Array) -> jax.Array:
-    """A param or master as the optimizer sees it: the user's shape, the master's dtype, sharded as its state."""
-    placement = plan.master_placement(leaf)
-    if leaf.packed and value.dtype == jnp.int8:
-        value = frozen.unpack(plan, leaf, value)
-    if value.shape == leaf.shape:
-        value = plain.pad(value, placement)
-    value = jax.lax.with_sharding_constraint(value, plan.sharding(placement.at("")))
-    return plain.unpad(value, placement).astype(plan.master_dtype(leaf))
+def master_views(plan: Plan, leaves: Sequence[ParamLeaf], values: Sequence[jax.Array]) -> list[jax.Array]:
+    """Params or masters as the optimizer sees them: user shapes, the masters' dtype, sharded as their state."""
+    placements = [plan.master_placement(leaf) for leaf in leaves]
+    whole = []
+    for leaf, placement, value in zip(leaves, placements, values, strict=True):
+        value = frozen.unpack(plan, leaf, value) if leaf.packed and value.dtype == jnp.int8 else value
+        whole.append(plain.pad(value, placement) if value.shape == leaf.shape else value)
+    return [
+        as_dtype(plain.unpad(value, placement), plan.master_dtype(leaf))
+        for leaf, placement, value in zip(leaves, placements, _placed(plan, placements, whole), strict=True)
+    ]
 
 
-def store(plan: Plan, placement: Placement, value: Any, dtype: np.dtype) -> jax.Array:
-    """A value in its stored shape and dtype, sharded, on the device."""
-    value = plain.pad(jnp.asarray(value, dtype), placement)
-    return jax.lax.with_sharding_constraint(value, plan.sharding(placement.at("")))
+def store(plan: Plan, places: Sequence[tuple[Placement, np.dtype]], values: Sequence[Any]) -> list[jax.Array]:
+    """Values in their stored shapes and dtypes, sharded, on the device."""
+    padded = [plain.pad(as_dtype(v, dtype), p) for (p, dtype), v in zip(places, values, strict=True)]
+    return _placed(plan, [placement for placement, _ in places], padded)
+
+
+def _placed(plan: Plan, placements: Sequence[Placement], values: list[jax.Array]) -> list[jax.Array]:
+    """All arrays constrained in one call, which is traced faster than one for each."""
+    shardings = [plan.sharding(placement.at("")) for placement in placements]
+    return jax.lax.with_sharding_constraint(values, shardings)
+
+
+def as_dtype(value: Any, dtype: np.dtype) -> jax.Array:
+    """The value as an array of this dtype; one that is so already costs a trace nothing."""
+    return value if isinstance(value, jax.Array) and value.dtype == dtype else jnp.asarray(value, dtype)

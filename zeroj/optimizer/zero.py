@@ -16,7 +16,7 @@ from zeroj.optimizer.stream import streamed
 from zeroj.optimizer.update import (
     Arrays,
     at_once,
-    master_view,
+    master_views,
     on_device,
     params_from_masters,
     store,
@@ -74,7 +74,8 @@ def wrap_optimizer(tx: optax.GradientTransformation, plan: Plan) -> ZeroOptimize
         return tx
     check_tx(tx)
     user_tx = optax.with_extra_args_support(tx)
-    _check_state(user_tx, plan)
+    if tx is not plan.tx:
+        _check_state(user_tx, plan)
 
     def init(params: Any) -> ZeroOptState:
         _refuse_files(plan)
@@ -102,11 +103,10 @@ def _refuse_files(plan: Plan) -> None:
 
 def masters_of(plan: Plan, params: Any) -> list[jax.Array]:
     """What the optimizer updates, one array per leaf, from stored params or params in the user's shapes."""
-    flat = plan.treedef.flatten_up_to(params)
-    return [
-        store(plan, plan.master_placement(leaf), master_view(plan, leaf, value), plan.master_dtype(leaf))
-        for leaf, value in zip(plan.leaves, flat, strict=True)
-    ]
+    views = master_views(plan, plan.leaves, plan.treedef.flatten_up_to(params))
+    return store(
+        plan, [(plan.master_placement(leaf), plan.master_dtype(leaf)) for leaf in plan.leaves], views
+    )
 
 
 def first_state(tx: optax.GradientTransformation, plan: Plan, masters: list[jax.Array]) -> ZeroOptState:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -53,7 +53,8 @@ SUPPORTED = frozenset(
 class Plan:
     """Where every array lives: the mesh, the stage, the dtypes and one placement per leaf.
 
-    Build it with :func:`make_plan`. ``print(plan)`` shows it as a table, ``plan.memory()`` its bytes.
+    Build it with :func:`make_plan`. ``print(plan)`` shows it as a table, ``plan.memory()`` its bytes. ``plan.tx`` is
+    the optimizer that it was made for; plans are compared without it.
     """
 
     mesh: Mesh
@@ -68,6 +69,7 @@ class Plan:
     concrete_init: bool = False
     spill: SpillSettings | None = None
     spill_params: SpillSettings | None = None
+    tx: optax.GradientTransformation | None = field(default=None, compare=False, repr=False)
 
     @property
     def stage(self) -> Stage:
@@ -330,7 +332,9 @@ def _with_state(plan: Plan, tx: optax.GradientTransformation) -> Plan:
             placement, of = place(entry.shape, sizes, threshold=plan.threshold), ""
             placement = placement if plan.stage.opt_state else placement.whole()
         state_leaves.append(StateLeaf(path, np.dtype(entry.dtype), placement, of, owner))
-    whole = replace(plan, state_leaves=tuple(state_leaves), state_treedef=treedef, concrete_init=concrete)
+    whole = replace(
+        plan, state_leaves=tuple(state_leaves), state_treedef=treedef, concrete_init=concrete, tx=tx
+    )
     return offload.offloaded(whole)
 
 

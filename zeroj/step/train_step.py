@@ -151,11 +151,14 @@ def _head(
 ) -> Callable[..., tuple[Clipped, Advance, dict[str, Any]]]:
     """Everything before the update: (state, batch) -> (gradients, unscaled and clipped; small fields; metrics)."""
 
+    scaled = scaling.dynamic or scaling.static != 1
+
     def head(state: TrainState, batch: Any) -> tuple[Clipped, Advance, dict[str, Any]]:
         rng = jax.random.fold_in(state.rng, state.scale.iteration)
-        scale = state.scale.scale
+        scale = state.scale.scale if scaled else jnp.float32(1)
         out = evaluate_gradients(state.params, batch, rng, scale, state.model_state, errors=state.errors)
-        clipped = _unscale_and_clip(plan, out.grads, scale / times, clip_norm)
+        made_with = scale / times if scaled or times != 1 else None
+        clipped = _unscale_and_clip(plan, out.grads, made_with, clip_norm)
         flags = clipped.finite if skips else None
         finite = None if flags is None else jnp.all(flags) & jnp.isfinite(clipped.norm)
         new = _advance(plan, state, out, finite, scaling)
@@ -231,7 +234,8 @@ class Clipped(NamedTuple):
         grads: unscaled and clipped; those in host memory as they came, for ``finish`` to do it.
         norm: fp32 scalar, the global norm before clipping.
         factor: fp32 scalar, what they were multiplied by.
-        finite: bool (leaves,), for each whether all its elements, on every device, are finite.
+        finite: bool (leaves,), for each whether all its elements, on every device, are finite, and the sum of
+            their squares with them.
         finish: unscales and clips what of a gradient is brought to the device.
     """
 
@@ -242,35 +246,39 @@ class Clipped(NamedTuple):
     finish: Callable[[jax.Array], jax.Array]
 
 
-def _unscale_and_clip(plan: Plan, raw: list[jax.Array], scale: jax.Array, clip_norm: float | None) -> Clipped:
-    """Divides by the scale that the gradients were made with, and clips by the global norm."""
+def _unscale_and_clip(
+    plan: Plan, raw: list[jax.Array], scale: jax.Array | None, clip_norm: float | None
+) -> Clipped:
+    """Divides by the scale that the gradients were made with, and clips by the global norm.
+
+    A leaf counts as finite where the sum of its squares is: a larger one overflows the norm, and with it the step.
+    """
     live = [leaf for leaf in plan.leaves if leaf.trainable]
     away = [_compat.is_on_host(g) for g in raw]
+
+    def unscaled(grad: jax.Array, seen: Any) -> jax.Array:
+        wide = grad.astype(seen)
+        return wide if scale is None else wide / scale.astype(wide.dtype)
+
     grads = [
-        g if host else (wide := g.astype(plan.precision.seen(x.dtype))) / scale.astype(wide.dtype)
+        g if host else unscaled(g, plan.precision.seen(x.dtype))
         for g, x, host in zip(raw, live, away, strict=True)
     ]
-    one = jnp.float32(1)
-    squares = [
-        sum_of_squares(g, scale if host else one, plan.degree) for g, host in zip(grads, away, strict=True)
+    each = [
+        sum_of_squares(g, scale if host else None, plan.degree) for g, host in zip(grads, away, strict=True)
     ]
-    norm = jnp.sqrt(sum(squares, start=jnp.float32(0)))
-    factor = one if clip_norm is None else jnp.minimum(1.0, clip_norm / (norm + CLIP_EPSILON))
+    squares = jnp.stack(each) if each else jnp.zeros((0,), jnp.float32)
+    norm = jnp.sqrt(jnp.sum(squares))
+    factor = jnp.float32(1) if clip_norm is None else jnp.minimum(1.0, clip_norm / (norm + CLIP_EPSILON))
 
     def clipped(grad: jax.Array) -> jax.Array:
         return grad if clip_norm is None else grad * factor.astype(grad.dtype)
 
     def finish(grad: jax.Array) -> jax.Array:
-        wide = grad.astype(plan.precision.seen(grad.dtype))
-        return clipped(wide / scale.astype(wide.dtype))
+        return clipped(unscaled(grad, plan.precision.seen(grad.dtype)))
 
-    flags = [
-        jnp.isfinite(square) if host else jnp.all(jnp.isfinite(g))
-        for g, square, host in zip(raw, squares, away, strict=True)
-    ]
-    finite = jnp.stack(flags) if flags else jnp.ones((0,), bool)
     done = [g if host else clipped(g) for g, host in zip(grads, away, strict=True)]
-    return Clipped(done, norm, factor, finite, finish)
+    return Clipped(done, norm, factor, jnp.isfinite(squares), finish)
 
 
 class Advance(NamedTuple):

@@ -17,7 +17,9 @@ if jax.__version_info__ < (0, 11):
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 # With fused multiply-adds the same arithmetic rounds differently in two programs: LLVM chooses which product of a
 # sum it fuses, by what else is in the kernel. Without them what differs is zeroj's, and bit for bit can be asked.
-if platform.machine() in ("x86_64", "AMD64") and not any(flag.startswith("--xla_cpu_max_isa") for flag in FLAGS):
+if platform.machine() in ("x86_64", "AMD64") and not any(
+    flag.startswith("--xla_cpu_max_isa") for flag in FLAGS
+):
     FLAGS.append("--xla_cpu_max_isa=AVX")
 os.environ["XLA_FLAGS"] = " ".join(FLAGS)
 jax.config.update("jax_platforms", "cpu")

@@ -17,9 +17,9 @@ from zeroj.spill.tier import is_spilled
 
 pytestmark = pytest.mark.slow
 
-#: From jax 0.11 on, XLA:CPU multiplies matrices of the gradients in another order where the update is not in the
-#: same program: the last bit of a gradient may differ, whatever the optimizer.
-NEARLY = 0.0
+#: From jax 0.11 on, XLA:CPU multiplies matrices of the gradients in another order where the update follows without a
+#: barrier, as it does on the device: the last bit of a gradient may differ, whatever the optimizer.
+NEARLY = 1e-4 if jax.__version_info__ >= (0, 11) else 0.0
 EVERY_LEAF = {"block_size": 1}  # shards of a byte or more are spilled
 
 
@@ -48,7 +48,6 @@ def assert_same(
     found: tuple[list[Any], Any], wanted: tuple[list[Any], Any], plan: Any, other: Any, rtol: float
 ) -> None:
     """Bit for bit where ``rtol`` is 0."""
-    rtol = max(rtol, NEARLY)
 
     def same(a: Any, b: Any, err_msg: str = "") -> None:
         np.testing.assert_allclose(
@@ -72,7 +71,6 @@ def compare(
     beside: str = "none",
     steps: int = 6,
     orbax: bool = False,
-    rtol: float = 0,
     zero: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[Any, Any]:
@@ -88,7 +86,7 @@ def compare(
     assert spilled.spills and not plain.spills
     found, wanted = run(m, tx, spilled, **options), run(m, tx, plain, **options)
     assert any(is_spilled(x) for x in jax.tree.leaves(found[1].opt_state))
-    assert_same(found, wanted, spilled, plain, rtol)
+    assert_same(found, wanted, spilled, plain, NEARLY if beside == "none" else 0)
     return found, wanted
 
 
@@ -105,8 +103,7 @@ def test_an_fp32_master_in_files(tmp_path: pathlib.Path, stage: int) -> None:
 
 @pytest.mark.parametrize("name", "adafactor lion muon multi_steps".split())
 def test_optimizers_equal_the_host_tier(tmp_path: pathlib.Path, name: str) -> None:
-    """MultiSteps nearly: XLA rewrites its divisions by the number of mini-steps according to their neighbours."""
-    compare(tmp_path, name, 3, "fp32", beside="cpu", rtol=0)
+    compare(tmp_path, name, 3, "fp32", beside="cpu")
 
 
 @pytest.mark.full
@@ -116,9 +113,8 @@ def test_further_optimizers_equal_the_host_tier(tmp_path: pathlib.Path, name: st
 
 
 def test_accumulation_clipping_and_files_one_after_the_other(tmp_path: pathlib.Path) -> None:
-    """Nearly: XLA fuses the last division of accumulated gradients with the update where both are one program."""
     serial = {"pipeline_read": False, "pipeline_write": False, "buffer_count": 1}
-    more = {"accumulation_steps": 4, "clip_norm": 0.02, "rtol": 0}
+    more = {"accumulation_steps": 4, "clip_norm": 0.02}
     compare(tmp_path, "adamw", 2, "bf16", beside="cpu", zero=serial, **more)
 
 

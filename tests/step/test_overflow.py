@@ -85,3 +85,15 @@ def test_bf16_skips_and_warns_but_goes_on() -> None:
     unchecked.close()
     assert unchecked.skipped_steps == 0
     assert not np.all(np.isfinite(np.asarray(unchecked.state.params["bad"]["w"], np.float32)))
+
+
+def test_a_finite_gradient_whose_norm_is_not_skips_the_step_and_its_leaf_is_named() -> None:
+    """1e25 is finite in bf16 and fp32; its square is not, and nothing could be clipped by such a norm."""
+    run = engine(bf16={"enabled": True})
+    metrics = run.train_batch({"x": np.full(8, 1e25, np.float32)})
+    assert not bool(metrics["applied"]) and np.isinf(float(metrics["grad_norm"]))
+    named = dict(zip(("bad/w", "good"), np.asarray(metrics["finite"]), strict=True))
+    assert named == {"bad/w": False, "good": True}
+    run.train_batch(FINITE)
+    run.close()
+    assert (run.skipped_steps, int(run.state.step)) == (1, 1)

@@ -170,6 +170,7 @@ def compile_zeroj(
     profile: str = "default",
     gpu: str = "h100",
     offload_activations: bool = False,
+    accumulation: int = 1,
     **zero: Any,
 ) -> Compiled:
     """zeroj's own train step for ``nodes`` x ``gpus`` GPUs; bf16, adamw, clipped.
@@ -182,6 +183,7 @@ def compile_zeroj(
         profile: the compiler's flags.
         gpu: which GPU.
         offload_activations: whether the layers' inputs wait in host memory.
+        accumulation: micro-batches of ``shape.micro`` sequences a step.
         **zero: further fields of :class:`zeroj.Zero`.
     """
     target = zj.aot.Target(gpu, nodes=nodes, gpus_per_node=gpus)
@@ -191,9 +193,15 @@ def compile_zeroj(
         shape.params, tx, mesh, zj.Zero(stage=stage, **zero), precision="bf16", scanned=scanned
     )
     step = zj.make_train_step(
-        make_loss(shape), tx, plan, clip_norm=CLIP_NORM, offload_activations=offload_activations
+        make_loss(shape),
+        tx,
+        plan,
+        accumulation_steps=accumulation,
+        clip_norm=CLIP_NORM,
+        offload_activations=offload_activations,
     )
-    batch = shape.batch(plan.mesh, plan.zero_axes)
+    whole = dataclasses.replace(shape, micro=shape.micro * accumulation)
+    batch = whole.batch(plan.mesh, plan.zero_axes)
     found = target.compile(step, zj.abstract_state(tx, plan), batch, profile=profile)
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(batch)) // plan.degree
     return Compiled(shape, plan, held, found)

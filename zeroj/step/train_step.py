@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from zeroj import _compat, flags
@@ -155,7 +156,7 @@ def _head(
         rng = jax.random.fold_in(state.rng, state.scale.iteration)
         scale = state.scale.scale
         out = evaluate_gradients(state.params, batch, rng, scale, state.model_state, errors=state.errors)
-        clipped = _unscale_and_clip(plan, out.grads, scale / times, clip_norm)
+        clipped = _unscale_and_clip(plan, out, scale / times, clip_norm)
         flags = clipped.finite if skips else None
         finite = None if flags is None else jnp.all(flags) & jnp.isfinite(clipped.norm)
         new = _advance(plan, state, out, finite, scaling)
@@ -232,37 +233,44 @@ class Clipped(NamedTuple):
         norm: fp32 scalar, the global norm before clipping.
         factor: fp32 scalar, what they were multiplied by.
         finite: bool (leaves,), for each whether all its elements, on every device, are finite.
-        finish: unscales and clips what of a gradient is brought to the device.
+        finish: unscales and clips what of a gradient is brought to the device; given the leaf's dtype as well.
     """
 
     grads: list[jax.Array]
     norm: jax.Array
     factor: jax.Array
     finite: jax.Array
-    finish: Callable[[jax.Array], jax.Array]
+    finish: Callable[[jax.Array, np.dtype], jax.Array]
 
 
-def _unscale_and_clip(plan: Plan, raw: list[jax.Array], scale: jax.Array, clip_norm: float | None) -> Clipped:
+def _unscale_and_clip(plan: Plan, out: Gradients, scale: jax.Array, clip_norm: float | None) -> Clipped:
     """Divides by the scale that the gradients were made with, and clips by the global norm."""
-    live = [leaf for leaf in plan.leaves if leaf.trainable]
-    away = [_compat.is_on_host(g) for g in raw]
-    grads = [
-        g if host else (wide := g.astype(plan.precision.seen(x.dtype))) / scale.astype(wide.dtype)
-        for g, x, host in zip(raw, live, away, strict=True)
+    raw, away = out.grads, [_compat.is_on_host(g) for g in out.grads]
+    dtypes = [leaf.dtype for leaf in plan.leaves if leaf.trainable]
+
+    def unscaled(grad: jax.Array, dtype: np.dtype) -> jax.Array:
+        wide = grad.astype(plan.precision.seen(dtype))
+        return wide / scale.astype(wide.dtype)
+
+    def fetched(grad: jax.Array, dtype: np.dtype) -> jax.Array:
+        """What waited in host memory, as it would have been made on the device."""
+        mean = grad if out.divisor is None else grad / out.divisor.astype(grad.dtype)
+        return unscaled(mean.astype(plan.precision.gradient(dtype)), dtype)
+
+    grads = [g if host else unscaled(g, x) for g, x, host in zip(raw, dtypes, away, strict=True)]
+    squares = [
+        sum_of_squares(g, partial(fetched, dtype=x) if host else None, plan.degree)
+        for g, x, host in zip(grads, dtypes, away, strict=True)
     ]
     one = jnp.float32(1)
-    squares = [
-        sum_of_squares(g, scale if host else one, plan.degree) for g, host in zip(grads, away, strict=True)
-    ]
     norm = jnp.sqrt(sum(squares, start=jnp.float32(0)))
     factor = one if clip_norm is None else jnp.minimum(1.0, clip_norm / (norm + CLIP_EPSILON))
 
     def clipped(grad: jax.Array) -> jax.Array:
         return grad if clip_norm is None else grad * factor.astype(grad.dtype)
 
-    def finish(grad: jax.Array) -> jax.Array:
-        wide = grad.astype(plan.precision.seen(grad.dtype))
-        return clipped(wide / scale.astype(wide.dtype))
+    def finish(grad: jax.Array, dtype: np.dtype) -> jax.Array:
+        return clipped(fetched(grad, dtype))
 
     flags = [
         jnp.isfinite(square) if host else jnp.all(jnp.isfinite(g))

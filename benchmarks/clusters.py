@@ -196,7 +196,7 @@ def compile_zeroj(
         make_loss(shape),
         tx,
         plan,
-        accumulation,
+        accumulation_steps=accumulation,
         clip_norm=CLIP_NORM,
         offload_activations=offload_activations,
     )

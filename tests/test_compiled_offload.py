@@ -5,6 +5,7 @@ benchmarks/offload.py holds the large cases; these are the same claims at a size
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import pathlib
 import sys
@@ -32,9 +33,12 @@ GROUP = 4 * 512 * 512 * 2 // 8
 
 
 @functools.cache
-def compiled(*offloaded: str, stage: int = 3) -> clusters.Compiled:
+def compiled(*offloaded: str, stage: int = 3, accumulation: int = 1, scan: bool = True) -> clusters.Compiled:
     sections: dict[str, Any] = {name: CPU for name in offloaded}
-    return clusters.compile_zeroj(SMALL, stage, nodes=1, sub_group_size=GROUP, **sections)
+    shape = dataclasses.replace(SMALL, scan=scan)
+    return clusters.compile_zeroj(
+        shape, stage, nodes=1, accumulation=accumulation, sub_group_size=GROUP, **sections
+    )
 
 
 def crossings(case: clusters.Compiled) -> dict[str, int]:
@@ -92,6 +96,34 @@ def test_the_update_needs_no_more_than_the_pieces_in_flight() -> None:
     """Temporaries are at most 2 % above the step without offload, plus three pieces of master and moments."""
     with_offload, without = compiled("offload_optimizer").report.device, compiled().report.device
     assert with_offload.temporary <= 1.02 * without.temporary + 3 * 12 * GROUP
+
+
+BOTH = ("offload_optimizer", "offload_param")
+
+
+@pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_sums_over_micro_batches_are_in_host_memory_and_not_on_the_device(
+    scan: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A layer's sum comes in and goes out in each of four micro-batches; what is carried is changed in place."""
+    case, parts = compiled(*BOTH, accumulation=4, scan=scan), 4
+    report, moved = case.report, crossings(case)
+    state, params, sums = (
+        on_host(case, "master", "opt_state"),
+        on_host(case, "params"),
+        on_host(case, "accumulator"),
+    )
+    assert sums == 4 * (SMALL.count - 2 * SMALL.layers * SMALL.width) // 8
+    assert report.host.temporary <= 1.01 * sums
+    assert moved["h2d"] <= state + parts * (2 * params + sums) + 2 * sums  # the norm and the update
+    assert moved["d2h"] <= state + params + (parts + 1) * sums  # once as zeros
+    assert all(copy.asynchronous for copy in report.copies)
+    assert HOST_COMPUTE not in report.hlo and WARNING not in capfd.readouterr().err
+    once, without = compiled(*BOTH, scan=scan).report, compiled(accumulation=4, scan=scan).report
+    # beside one micro-batch: its slices of the sums, of one layer and of the next
+    layer = sums // SMALL.layers
+    assert report.device.temporary <= once.device.temporary + 2 * layer
+    assert report.device.temporary <= without.device.temporary - 0.9 * sums
 
 
 #: XLA's mark on what it computes in host memory, and the warning that goes with it.

@@ -51,6 +51,13 @@ def trace(fun: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
     return Program(live, consts), out_shape
 
 
+def only(program: Program, outputs: Sequence[bool]) -> tuple[Program, list[bool]]:
+    """The part of a program that makes some of its outputs, with all inputs; and which inputs it reads."""
+    _, used = pe.dce_jaxpr(program.jaxpr, list(outputs), instantiate=False)
+    live, _ = pe.dce_jaxpr(program.jaxpr, list(outputs), instantiate=True)
+    return Program(live, program.consts), used
+
+
 def bind(eqn: Eqn, args: Sequence[Any]) -> list[Any]:
     """Evaluates one equation on ``args``, keeping the user's source line and name scopes."""
     params = eqn.primitive.get_bind_params(eqn.params)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
+import zeroj as zj
 from zeroj.aot.choices import Batch, Choice, Machine, choices
 from zeroj.aot.closed_form import Estimate, estimate
 from zeroj.aot.hardware import Rate, find
@@ -43,7 +48,31 @@ def test_offload_moves_bytes_and_loses_none() -> None:
         if choice.stage == 3:
             e = need(choice, sizes)
             host = e.host - (0 if choice.optimizer != "nvme" else e.parts["streamed"] // 2 * 4 * 8)
-            assert state(e) * 8 + (host + e.nvme) / 1e9 == pytest.approx(whole, rel=1e-6)
+            # with the master away, the params at 16 bits are beside it
+            added = 0 if choice.optimizer == "none" else 2 * 30 / 8
+            assert state(e) * 8 + (host + e.nvme) / 1e9 == pytest.approx(whole + added, rel=1e-6)
+
+
+@pytest.mark.parametrize("ratio", [0.25, 1.0])
+@pytest.mark.parametrize("params", ["none", "cpu"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_offloaded_state_is_that_of_a_plan(stage: int, params: str, ratio: float) -> None:
+    """Params, master and moments of a plan for the same cluster: 32 equal leaves, of which a quarter can be chosen."""
+    if params == "cpu" and stage < 3:
+        return
+    tree = {f"w{i}": jax.ShapeDtypeStruct((512, 512), jnp.float32) for i in range(32)}
+    section = {"offload_optimizer": {"device": "cpu", "ratio": ratio}}
+    section |= {"offload_param": {"device": "cpu"}} if params == "cpu" else {}
+    mesh = zj.aot.Target("h100", nodes=1, gpus_per_node=8).mesh()
+    plan = zj.make_plan(tree, optax.adam(1e-3), mesh, zj.Zero(stage=stage, **section), precision="bf16")
+    memory, parts = plan.memory(), ("params", "master", "opt_state")
+    sizes = from_numbers(32 * 512 * 512, 32, 512)
+    e = need(Choice(stage, "cpu", params, ratio=ratio), sizes, nodes=1)
+    on_host = sum(memory.host.get(part, 0) for part in parts)
+    waiting = math.ceil(ratio * 2 * sizes.params / 8) * 8 if params == "cpu" else 0  # gradients
+    assert e.host - waiting == pytest.approx(on_host, abs=64)
+    here = e.parts["params"] + e.parts["master"] + e.parts["moments"]
+    assert here == pytest.approx(memory.resident, abs=64)
 
 
 def test_accumulation_holds_fp32_gradients_whole_at_stage_1() -> None:

@@ -48,7 +48,8 @@ def test_bytes_of_the_plan_are_those_of_the_arrays(stage: int, precision: str, p
     plan = plan_of(stage, precision, tx, **({"offload_param": CPU} if params else {}))
     state = zj.init_state(plan.treedef.unflatten([np.ones(x.shape, x.dtype) for x in plan.leaves]), tx, plan)
     arrays = held((state.params, state.opt_state))
-    kept = {part: count for part, count in plan.memory().host.items() if part != "grads"}
+    waiting = ("grads", "accumulator")
+    kept = {part: count for part, count in plan.memory().host.items() if part not in waiting}
     assert arrays["pinned_host"] * 8 == sum(kept.values()) > 0
     assert sum(arrays.values()) - arrays["pinned_host"] == plan.memory().resident
     assert held([x for x in jax.tree.leaves(state) if x.ndim == 0]).keys() == {"device"}
@@ -59,6 +60,15 @@ def test_with_everything_offloaded_only_small_leaves_stay_on_the_device() -> Non
     assert resident < 200
     assert plan_of().memory().device["params"] == 2 * (4 * 30 * 64 + 64 * 48) // 8 + 2 * (3 + 1)
     assert plan_of().memory().device["master"] == 4 * (3 + 1)
+
+
+def test_gradients_or_their_sums_wait_beside_offloaded_params() -> None:
+    """2 bytes a param of one micro-batch, 4 of several: never both."""
+    memory = plan_of(offload_param=CPU).memory()
+    count = 4 * 30 * 64 + 64 * 48
+    assert (memory.host["grads"], memory.host["accumulator"]) == (2 * count, 4 * count)
+    assert memory.host_total == sum(memory.host.values()) - 2 * count
+    assert plan_of().memory().device["accumulator"] == 4 * count // 8 + 4 * (3 + 1)
 
 
 def test_a_ratio_is_kept_by_bytes() -> None:

@@ -7,6 +7,7 @@ import math
 
 from zeroj.aot.choices import Batch, Choice, Machine, choices
 from zeroj.aot.closed_form import Estimate, estimate
+from zeroj.aot.ratio import Ratio, advise_ratio
 from zeroj.aot.sizes import Sizes
 from zeroj.aot.text import milliseconds, size, table
 from zeroj.plan.host_memory import PINNED_DEFAULT_GB, PINNED_VARIABLE
@@ -38,20 +39,27 @@ class Advice:
     notes: list[str]
 
     def __str__(self) -> str:
-        heads = ["choice", "per GPU", "host", "NVMe", "intra", "inter", "step", "fits"]
+        heads = ["choice", "per GPU", "host", "NVMe", "intra", "inter", "step", "fits", "ratio"]
         rows = []
         for e in self.estimates:
             over = ", ".join(f"{place} over by {size(by)}" for place, by in e.over.items())
             mark = "* " if e is self.advised else "  "
             moved = (e.device, e.host, e.nvme, e.intra, e.inter)
             step = milliseconds(e.seconds)
-            rows.append([mark + str(e.choice), *map(size, moved), step, over or "yes"])
+            ratio = self.ratio(e)
+            best = f"{ratio.value:.2f}" if ratio else ""
+            rows.append([mark + str(e.choice), *map(size, moved), step, over or "yes", best])
         lines = [table(heads, rows), "", self.reason, *(f"note: {n}" for n in self.notes)]
         lines.append(
             "bytes per GPU, host and NVMe bytes per node; intra and inter: bytes that one GPU sends in a step"
-            " to its node and to others. Closed forms and a model of the hardware, not a measurement."
+            " to its node and to others; ratio: the offload_optimizer.ratio to set, rows are of 1. Closed forms and"
+            " a model of the hardware, not a measurement."
         )
         return "\n".join(lines)
+
+    def ratio(self, e: Estimate) -> Ratio | None:
+        """The share of the optimizer's state that a choice should offload, where it offloads it to the host."""
+        return advise_ratio(e.choice, self.sizes, self.batch, self.machine) if e.fits else None
 
 
 def advise(sizes: Sizes, batch: Batch, machine: Machine) -> Advice:
@@ -67,7 +75,9 @@ def advise(sizes: Sizes, batch: Batch, machine: Machine) -> Advice:
     if best is None:
         return Advice(sizes, batch, machine, found, None, _nothing_fits(found), [])
     reason = _reason(best, found)
-    return Advice(sizes, batch, machine, found, best, reason, _notes(best, found, sizes, machine))
+    advice = Advice(sizes, batch, machine, found, best, reason, _notes(best, found, sizes, machine))
+    advice.notes.extend(_ratio_notes(advice.ratio(best)))
+    return advice
 
 
 def _handicap(e: Estimate) -> float:
@@ -130,6 +140,20 @@ def _notes(best: Estimate, found: list[Estimate], sizes: Sizes, machine: Machine
             f" process may take: with one process a node set {PINNED_VARIABLE}={enough} before JAX starts"
         )
     return notes
+
+
+def _ratio_notes(ratio: Ratio | None) -> list[str]:
+    """What twin-flow gives of the advised choice."""
+    if ratio is None or ratio.value == 1:
+        return []
+    e = ratio.estimate
+    reason = (
+        "the GPU holds no more" if ratio.fits >= ratio.hides else "so much moves while the update runs anyway"
+    )
+    return [
+        f'"ratio": {ratio.value:.2f} in offload_optimizer leaves the rest of the state on the GPU ({reason}): '
+        f"{size(e.device)} a GPU, {milliseconds(e.seconds)} a step"
+    ]
 
 
 def _why_not(choice: Choice, best: Estimate, found: list[Estimate]) -> str:

@@ -9,16 +9,21 @@ from zeroj.aot.hardware import Gpu
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """One way to run: ``stage`` 0 to 3, ``optimizer`` and ``params`` on "none", "cpu" or "nvme", ZeRO++."""
+    """One way to run: ``stage`` 0 to 3, ``optimizer`` and ``params`` on "none", "cpu" or "nvme", ZeRO++.
+
+    ``ratio`` is the share of the optimizer's state, by bytes, that is on "cpu": ``offload_optimizer.ratio``.
+    """
 
     stage: int
     optimizer: str = "none"
     params: str = "none"
     zeropp: bool = False
+    ratio: float = 1.0
 
     def __str__(self) -> str:
         parts = [f"stage {self.stage}"]
-        parts += [f"optimizer on {self.optimizer}"] if self.optimizer != "none" else []
+        share = f"{self.ratio:.0%} of the optimizer" if self.ratio < 1 else "optimizer"
+        parts += [f"{share} on {self.optimizer}"] if self.optimizer != "none" else []
         parts += [f"params on {self.params}"] if self.params != "none" else []
         return " + ".join([*parts, *(["ZeRO++"] if self.zeropp else [])])
 

@@ -65,12 +65,12 @@ def estimate(choice: Choice, sizes: Sizes, batch: Batch, machine: Machine) -> Es
     compute = _compute_seconds(sizes, batch, machine)
     # Layers overlap their neighbours' collectives; the first one's gather and the last one's scatter are
     # exposed.
-    fetch, store = _parameter_transfers(choice, sizes, batch, machine)
-    hidden = max(compute / 3, links[0], fetch) + max(compute * 2 / 3, links[1], fetch, store)
+    fetch, read, store = _transfers(choice, sizes, batch, machine)
+    hidden = max(compute / 3, links[0], fetch) + max(compute * 2 / 3, links[1], read, store)
     exposed = (links[0] + links[1]) / sizes.layers
-    own = _update_seconds(choice, sizes, machine) + links[2]
+    own = max(update_seconds(choice, sizes, batch, machine)) + links[2]
     over = {
-        "GPU": sum(parts.values()) - int(0.92 * machine.gpu.memory_bytes),
+        "GPU": sum(parts.values()) - usable_memory(machine),
         "host": host - int(0.9 * machine.host_memory),
         "NVMe": nvme - int(0.9 * machine.nvme),
     }
@@ -89,27 +89,34 @@ def estimate(choice: Choice, sizes: Sizes, batch: Batch, machine: Machine) -> Es
     )
 
 
+def usable_memory(machine: Machine) -> int:
+    """Bytes of a GPU that a program may take: the rest goes to CUDA and to fragments."""
+    return int(0.92 * machine.gpu.memory_bytes)
+
+
 def _memory(choice: Choice, sizes: Sizes, batch: Batch, machine: Machine) -> tuple[dict[str, int], int, int]:
     """Bytes by part on a GPU, and bytes per node on host and NVMe."""
     n, k, p = machine.num_gpus, machine.gpus_per_node, sizes.params
-    state_share = 1 if choice.stage == 0 else n
-    master = _share(MASTER * p, n if choice.stage == 3 else state_share)
-    moments = _share(MOMENTS * p, state_share)
+    shards = 1 if choice.stage == 0 else n
+    # At stage 3 the params are the fp32 master, unless that is offloaded: then the GPU computes with a copy at 16 bits.
+    own_master = choice.stage == 3 and choice.optimizer == "none"
     parts = {
-        "params": 0 if choice.stage == 3 else BF16 * p,
-        "master": master,
-        "moments": moments,
+        "params": 0 if own_master else _share(BF16 * p, n if choice.stage == 3 else 1),
+        "master": _share(MASTER * p, shards),
+        "moments": _share(MOMENTS * p, shards),
         "secondary": _share(p, k) if choice.zeropp else 0,  # kept as the int8 that was gathered
         **_temporaries(choice, sizes, batch, n),
     }
     places = {"none": 0, "cpu": 0, "nvme": 0}
-    for part, place in (
-        ("moments", choice.optimizer),
-        ("master", _master_place(choice)),
-        ("grads", choice.params),
+    for part, place, share in (
+        ("moments", choice.optimizer, choice.ratio),
+        ("master", choice.optimizer, choice.ratio),
+        ("params", choice.params, 1.0),
     ):
-        places[place] += parts[part] if place != "none" else 0
-        parts[part] = 0 if place != "none" else parts[part]
+        away = math.ceil(share * parts[part]) if place != "none" else 0
+        places[place] += away
+        parts[part] -= away
+    places[choice.params] += _waiting(choice, sizes, batch, n)
     # What is not resident streams through the GPU, and what is on disk through the host, a few leaves at a
     # time.
     streamed = places["cpu"] + places["nvme"] > 0
@@ -126,9 +133,10 @@ def _temporaries(choice: Choice, sizes: Sizes, batch: Batch, n: int) -> dict[str
     """
     p, half = sizes.params, BF16 * sizes.params
     accumulates = batch.accumulation > 1
-    accumulator = _share(FP32 * p, n if choice.stage >= 2 else 1) if accumulates else 0
+    away = _waiting(choice, sizes, batch, n)
+    accumulator = _share(FP32 * p, n if choice.stage >= 2 else 1) - away if accumulates else 0
     # One micro-batch's gradient is reduced where it is made, at every stage; it stays at 16 bits until the update.
-    grads = accumulator or _share(half, n if choice.stage > 0 else 1)
+    grads = accumulator if accumulates else _share(half, n if choice.stage > 0 else 1) - away
     kept = sizes.kept(batch.tokens, batch.remat)
     scores = 0 if batch.fused_attention else sizes.scores(batch.micro, batch.sequence)
     embedding = BF16 * sizes.embedding if choice.stage == 3 else 0
@@ -157,9 +165,11 @@ def _temporaries(choice: Choice, sizes: Sizes, batch: Batch, n: int) -> dict[str
     return {name: most.get(name, 0) for name in names}
 
 
-def _master_place(choice: Choice) -> str:
-    """The fp32 master: at stage 3 it is the params, below it lies beside the moments."""
-    return choice.params if choice.stage == 3 else choice.optimizer
+def _waiting(choice: Choice, sizes: Sizes, batch: Batch, n: int) -> int:
+    """Bytes of gradients, or of their sums over micro-batches, that wait beside offloaded params and state."""
+    if choice.params == "none":
+        return 0
+    return math.ceil(choice.ratio * _share((FP32 if batch.accumulation > 1 else BF16) * sizes.params, n))
 
 
 def _share(total: int, parts: int) -> int:
@@ -225,24 +235,30 @@ def _compute_seconds(sizes: Sizes, batch: Batch, machine: Machine) -> float:
     return work * (4 / 3 if batch.remat else 1) / machine.gpu.flops_bf16.usable
 
 
-def _parameter_transfers(choice: Choice, sizes: Sizes, batch: Batch, machine: Machine) -> tuple[float, float]:
-    """Seconds that params away from the GPU take on their way in, once a pass, and gradients out."""
+def _transfers(choice: Choice, sizes: Sizes, batch: Batch, machine: Machine) -> tuple[float, float, float]:
+    """Seconds of transfers beside compute: params in for the forwards, for the backwards, gradients out.
+
+    Gradients wait beside the params; of several micro-batches their fp32 sums come in as well.
+    """
     if choice.params == "none":
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     rate = machine.gpu.pcie.usable
     if choice.params == "nvme":
         rate = min(rate, machine.nvme_rate / machine.gpus_per_node)
     share = sizes.params / machine.num_gpus * batch.accumulation
-    return MASTER * share / rate, FP32 * share / rate
+    sums = choice.ratio * FP32 if batch.accumulation > 1 else 0.0
+    out = sums or choice.ratio * BF16
+    return BF16 * share / rate, (BF16 + sums) * share / rate, out * share / rate
 
 
-def _update_seconds(choice: Choice, sizes: Sizes, machine: Machine) -> float:
-    """The optimizer: bytes of state over device memory, or PCIe both ways at once, or the node's disks."""
+def update_seconds(choice: Choice, sizes: Sizes, batch: Batch, machine: Machine) -> tuple[float, float]:
+    """Seconds of the update's kernels, and of its transfers: PCIe both ways at once, or the node's disks."""
     share = sizes.params / (1 if choice.stage == 0 else machine.num_gpus)
-    seconds = 2 * share * (MASTER + MOMENTS + FP32) / machine.gpu.hbm.usable
-    away = 0.0
-    away += MOMENTS * share if choice.optimizer != "none" else 0
-    away += MASTER * share if _master_place(choice) != "none" else 0
-    seconds = max(seconds, away / machine.gpu.pcie.usable)
-    on_disk = MOMENTS * share * (choice.optimizer == "nvme") + MASTER * share * (choice.params == "nvme")
-    return max(seconds, 2 * on_disk * machine.gpus_per_node / machine.nvme_rate)
+    kernels = 2 * share * (MASTER + MOMENTS + FP32) / machine.gpu.hbm.usable
+    read = choice.ratio * (MASTER + MOMENTS) * share if choice.optimizer != "none" else 0.0
+    if choice.params != "none":  # the norm reads the gradients, then the update does
+        read += 2 * choice.ratio * (FP32 if batch.accumulation > 1 else BF16) * share
+    on_disk = (MASTER + MOMENTS) * share * (choice.optimizer == "nvme")
+    on_disk += BF16 * share * (choice.params == "nvme")
+    disks = 2 * on_disk * machine.gpus_per_node / machine.nvme_rate
+    return kernels, max(read / machine.gpu.pcie.usable, disks)

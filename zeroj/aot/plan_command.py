@@ -148,7 +148,14 @@ def _compiled(args: argparse.Namespace, target: Target) -> str:
 
 def _as_data(found: Advice) -> dict[str, Any]:
     def row(e: Estimate) -> dict[str, Any]:
-        return {**dataclasses.asdict(e), "device": e.device, "fits": e.fits, "advised": e is found.advised}
+        ratio = found.ratio(e)
+        return {
+            **dataclasses.asdict(e),
+            "device": e.device,
+            "fits": e.fits,
+            "advised": e is found.advised,
+            "ratio": ratio.value if ratio else None,
+        }
 
     return {
         "model": dataclasses.asdict(found.sizes),

@@ -23,6 +23,9 @@ def ds_config(found: Advice) -> dict[str, Any]:
         if place != "none":
             zero[key] = {"device": place, "pin_memory": True}
             zero[key] |= {"nvme_path": "/local_nvme"} if place == "nvme" else {}
+    ratio = found.ratio(found.advised)
+    if ratio is not None and ratio.value < 1:
+        zero["offload_optimizer"]["ratio"] = ratio.value
     if choice.zeropp:
         zero |= {
             "zero_hpz_partition_size": machine.gpus_per_node,

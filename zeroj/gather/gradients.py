@@ -14,6 +14,7 @@ from zeroj import _compat
 from zeroj.collectives.plain import total
 from zeroj.collectives.quantized import Feedback
 from zeroj.errors import PlanError
+from zeroj.gather import host_sums
 from zeroj.gather import loss as losses
 from zeroj.gather import model_state as carried
 from zeroj.gather.inputs import check_batch, check_params, interpreter, lazy_leaves, whole_struct
@@ -28,6 +29,9 @@ from zeroj.plan.feedback import Errors, fed_back
 from zeroj.plan.mesh import traced_on
 from zeroj.plan.plan import Plan
 
+#: Which output of the traced loss and gradient is the count, where the loss has one.
+WEIGHT = 1
+
 
 class Gradients(NamedTuple):
     """What one pass over a batch gives.
@@ -40,6 +44,7 @@ class Gradients(NamedTuple):
         grads: one array per trained leaf, where the plan has gradients.
         model_state: what the model carries on, the same on every device.
         errors: what quantising lost of the gradients (LoCo); see :mod:`zeroj.plan.feedback`.
+        divisor: fp32 scalar by which gradients in host memory are still to be divided, or None.
     """
 
     loss: jax.Array
@@ -48,6 +53,7 @@ class Gradients(NamedTuple):
     grads: list[jax.Array]
     model_state: Any = ()
     errors: Any = ()
+    divisor: jax.Array | None = None
 
 
 def value_and_grad(
@@ -149,7 +155,8 @@ def gradients(
         accumulation: micro-batches per device, run one after the other.
         has_aux: whether the loss must return (loss, aux).
         host: whether gradients of leaves whose param and state are in host memory go there as they are made, in
-            the dtype in which they arise. Sums over micro-batches stay on the device.
+            the dtype in which they arise; of several micro-batches their sums are there, in the accumulator's
+            dtype, see :mod:`zeroj.gather.host_sums`.
         offload_activations: whether what ``jax.checkpoint`` regions keep waits in host memory.
         errors: what quantising lost of the gradients before; left out, it is not fed back.
     """
@@ -158,13 +165,12 @@ def gradients(
     rng = jax.random.key(0) if rng is None else rng
 
     def program(*args: Any) -> tuple[Any, list[jax.Array], Any]:
-        host_grads = host and accumulation == 1
-        return _program(loss_fn, plan, view, args, accumulation, has_aux, host_grads, offload_activations)
+        return _program(loss_fn, plan, view, args, accumulation, has_aux, host, offload_activations)
 
     placements = [plan.grad_placement(leaf) for leaf in plan.leaves if leaf.trainable]
     args = (leaves, batch, rng, jnp.asarray(scale, jnp.float32), model_state)
-    (loss, weight, aux, state, token), grads, errors = view.run(program, args, placements, errors)
-    return Gradients(loss + token, weight, aux, grads, state, errors)
+    (loss, weight, aux, state, token, divisor), grads, errors = view.run(program, args, placements, errors)
+    return Gradients(loss + token, weight, aux, grads, state, errors, divisor)
 
 
 def _program(
@@ -188,26 +194,42 @@ def _program(
     # Groups that hold the same state add their gradients once, after the last micro-batch.
     later = plan.replica_axes if at_once and accumulation > 1 and view.axes else ()
     own = jax.tree.map(lambda x: x[0], errors) if errors else {}
-    reductions = _reductions(plan, view, later, host, own)
+    weighted = out_shape.weight is not None
+    count = host_sums.count_ahead(traced, len(plan.leaves), WEIGHT, view.axes) if weighted else None
+    can_sum = at_once and not later and (count is not None or not weighted)
+    reductions = _reductions(plan, view, later, host and (can_sum or accumulation == 1), accumulation, own)
+    sums = {
+        r.into: host_sums.zeros(r, plan.precision.accumulator(x.dtype))
+        for r, x in zip(reductions, live, strict=True)
+        if r.into
+    }
     keeps = any(plan.param_placement(leaf).wire.kept for leaf in plan.leaves)
     heads = len(jax.tree.leaves(out_shape))
     wanted = [None] * heads + (reductions if at_once else [None] * len(live))
 
     def one(micro: Any, key: jax.Array, carry: Any, kept: Kept) -> tuple[LossOut, list[Any], jax.Array]:
-        state, errors = carry
+        state, errors, sums = carry
         walker = interpreter(plan, view)
         walker.gathers.kept = kept
         walker.errors = {path: Feedback(given, _beta(plan), scale) for path, given in errors.items()}
         values = [*lazy_leaves(plan, leaves), *jax.tree.leaves(micro), key, scale, *jax.tree.leaves(state)]
+        weight = count(values) if sums and count else None
+        walker.sums = {path: host_sums.HostSum(value, weight) for path, value in sums.items()}
         outs = walker.force(walker.run(traced, values, wanted))
         head = jax.tree.unflatten(jax.tree.structure(out_shape), outs[:heads])
-        made = [r.away(g) for r, g in zip(reductions, outs[heads:], strict=True)]
-        wide = [_widened(g, plan.precision.accumulator(x.dtype)) for g, x in zip(made, live, strict=True)]
-        carry = head.model_state, {path: tuple(fed.errors) for path, fed in walker.errors.items()}
+        made = [g if r.into else r.away(g) for r, g in zip(reductions, outs[heads:], strict=True)]
+        sums = {r.into: g for r, g in zip(reductions, made, strict=True) if r.into}
+        wide = [
+            None if r.into else _widened(g, plan.precision.accumulator(x.dtype))
+            for r, g, x in zip(reductions, made, live, strict=True)
+        ]
+        carry = head.model_state, {path: tuple(fed.errors) for path, fed in walker.errors.items()}, sums
         return head._replace(model_state=carry), wide, walker.gathers.token()
 
-    head, grads, token = accumulate(one, batches, keys, (state, own), accumulation, view.axes, keeps)
-    state, own = head.model_state
+    carry = state, own, sums
+    head, grads, token, divisor = accumulate(one, batches, keys, carry, accumulation, view.axes, keeps)
+    state, own, sums = head.model_state
+    grads = [sums[r.into] if r.into else g for r, g in zip(reductions, grads, strict=True)]
     if not at_once:
         grads = [r(g) for r, g in zip(reductions, grads, strict=True)]
     grads = [total(g, later) for g in grads]
@@ -215,19 +237,20 @@ def _program(
     loss, weight, aux = over_devices(head, view.axes, view.degree)
     after = carried.leave(before, state, view.axes, view.degree)
     left = jax.tree.map(lambda x: x[None], own) if errors else ()
-    return (loss, weight, aux, after, token), grads, left
+    return (loss, weight, aux, after, token, divisor if sums else None), grads, left
 
 
 def _reductions(
-    plan: Plan, view: View, later: tuple[str, ...], host: bool, fed: Collection[str]
+    plan: Plan, view: View, later: tuple[str, ...], host: bool, accumulation: int, fed: Collection[str]
 ) -> list[Reduction]:
     """How the gradient of each trained leaf is summed over devices; with feedback for the leaves in ``fed``."""
     found = []
     for leaf in (leaf for leaf in plan.leaves if leaf.trainable):
         reduction = view.reduction(leaf, later)
         if host:
-            kind = plan.gradient_memory(leaf)
-            reduction = replace(reduction, placement=reduction.placement.at(kind))
+            kind = plan.gradient_memory(leaf) if accumulation == 1 else plan.accumulator_memory(leaf)
+            into = leaf.path if kind and accumulation > 1 else ""
+            reduction = replace(reduction, placement=reduction.placement.at(kind), into=into)
         if leaf.path in fed:
             reduction = replace(reduction, feedback=slot_of(leaf.path, leaf.shape))
         found.append(reduction)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from zeroj import _compat
 from zeroj.collectives.quantized import Feedback, put_layer
-from zeroj.gather import kept, lazy
+from zeroj.gather import host_sums, kept, lazy
 from zeroj.gather.reductions import Reduction, ReductionPlan, Reductions, is_zero, place_reductions
 from zeroj.gather.regions import NotAlike, Operands, Regions
 from zeroj.gather.stacks import Restacked, made_by, only_sliced, restack, stacks_of, warn_whole
@@ -45,11 +45,12 @@ class Interpreter:
         self.gathers = Gathers(gather, bucket, reuse)
         self.regions = Regions()
         self.errors: dict[str, Feedback] = {}
+        self.sums: host_sums.Sums = {}
 
-    def within(self, errors: dict[str, Feedback]) -> Interpreter:
+    def within(self, errors: dict[str, Feedback], sums: host_sums.Sums) -> Interpreter:
         """The interpreter of one iteration of a loop."""
         inner = Interpreter(self.gather, self.bucket, self.reuse, self.max_live)
-        inner.regions, inner.errors = self.regions, errors
+        inner.regions, inner.errors, inner.sums = self.regions, errors, sums
         inner.gathers.free_start = True
         return inner
 
@@ -94,7 +95,15 @@ class Interpreter:
                 env.pop(var, None)
         outs = [read(v) for v in jaxpr.outvars]
         outs = [self._reduced(out, r) for out, r in zip(outs, reductions.at_exit, strict=True)]
-        return [out if w is None else w.away(out) for out, w in zip(outs, wanted, strict=True)]
+        done = reductions.added_inside(jaxpr)
+        return [
+            out if w is None or v in done else self._kept(out, w)
+            for v, out, w in zip(jaxpr.outvars, outs, wanted, strict=True)
+        ]
+
+    def _kept(self, value: Any, reduction: Reduction) -> Any:
+        """A reduced gradient where it is kept: added to its sum over micro-batches, or in its memory."""
+        return self.sums[reduction.into].plus(value) if reduction.into else reduction.away(value)
 
     def _reduced(self, value: Any, reduction: Reduction | None) -> Any:
         """A gradient summed over devices; any other value as it is."""
@@ -201,18 +210,24 @@ def _scan(
     kept_whole = self.keep(shards)
     rebuilt: list[Restacked | None] = []
     fed = {r.feedback.path: self.errors[r.feedback.path] for r in wanted if r and r.feedback}
+    summed = {at: r.into for at, r in enumerate(wanted) if r and r.into}  # outputs that are added to sums
 
-    def body(carried: tuple[list[Any], Any], sliced: tuple[Any, ...]) -> tuple[tuple[list[Any], Any], Any]:
-        (carry, errors), (plain_xs, shard_slices, whole_slices, near_slices, index) = carried, sliced
+    def body(carried: tuple[list[Any], Any, Any], sliced: tuple[Any, ...]) -> tuple[Any, Any]:
+        (carry, errors, sums), (plain_xs, shard_slices, whole_slices, near_slices, index) = carried, sliced
         slices = dict(zip(stacks, shard_slices, strict=True))
         args = [lazy.slice_of(x, slices) if s else p for x, s, p in zip(xs, staying, plain_xs, strict=True)]
-        inner = self.within({path: fed[path].layer(errors[path], index) for path in fed})
+        inner = self.within(
+            {path: fed[path].layer(errors[path], index) for path in fed},
+            {path: self.sums[path].layer(sums[path], index) for path in summed.values()},
+        )
         inner.gathers.kept = kept.sliced(known, near_slices, slices)
         before = dict(inner.gathers.kept)
         for shard, whole in zip(shards, whole_slices, strict=False):
             inner.gathers.have(lazy.Shard(slices[id(shard.array)], shard.placement, shard.dtype, ""), whole)
-        sums = [v for v, r in zip(layout.body.jaxpr.invars[nc : nc + nk], wanted, strict=False) if r]
-        outs = inner.run(layout.body, [*consts, *carry, *args], wanted, sums, same)
+        added = [v for v, r in zip(layout.body.jaxpr.invars[nc : nc + nk], wanted, strict=False) if r]
+        outs = inner.run(layout.body, [*consts, *carry, *args], wanted, added, same)
+        sums = {path: host_sums.put_layer(sums[path], outs[at], index) for at, path in summed.items()}
+        outs = [None if at in summed else out for at, out in enumerate(outs)]
         origin = {id(piece): stacks[key] for key, piece in slices.items()}
         outside = {id(shard.array) for x in lazy_consts.values() for shard in lazy.shards_of(x)}
         rebuilt[:] = [restack(out, origin, outside) for out in outs[nk:]]
@@ -223,13 +238,18 @@ def _scan(
         near_kept.update(kept.stacked(inner.gathers.kept, before, origin, made))
         nears = [near.value for near in near_kept.values()]
         errors = {path: put_layer(errors[path], inner.errors[path].errors, index) for path in fed}
-        return (forced[:nk], errors), (forced[nk:], [s.array for s in made], nears, inner.gathers.token())
+        carried = forced[:nk], errors, sums
+        return carried, (forced[nk:], [s.array for s in made], nears, inner.gathers.token())
 
     stacked = [s.array for s in stacks.values()], kept_whole, [near.value for near in known.values()]
-    (carry, errors), (ys, pieces, nears, tokens) = jax.lax.scan(
+    (carry, errors, sums), (ys, pieces, nears, tokens) = jax.lax.scan(
         body,
-        (list(init), {path: tuple(f.errors) for path, f in fed.items()}),
-        (whole_xs, *stacked, jnp.arange(layout.length) if fed else None),
+        (
+            list(init),
+            {path: tuple(f.errors) for path, f in fed.items()},
+            {path: self.sums[path].value for path in summed.values()},
+        ),
+        (whole_xs, *stacked, jnp.arange(layout.length) if fed or summed else None),
         length=layout.length,
         reverse=layout.reverse,
         unroll=layout.unroll,
@@ -238,7 +258,8 @@ def _scan(
     self.gathers.kept |= kept.with_values(near_kept, nears, stacks_of(rebuilt, pieces, layout.length))
     self.errors |= {path: replace(fed[path], errors=errors[path]) for path in fed}
     rest, made = iter(ys), iter(pieces)
-    return [*carry, *(next(rest) if s is None else s.build(made, layout.length) for s in rebuilt)]
+    outs = [*carry, *(next(rest) if s is None else s.build(made, layout.length) for s in rebuilt)]
+    return [sums[summed[at]] if at in summed else out for at, out in enumerate(outs)]
 
 
 def _remat(

@@ -14,7 +14,7 @@ from zeroj.gather.loss import LossOut, Mean
 
 #: Runs one micro-batch: (micro-batch, key, model state, what is kept of gathers) -> (loss, gradients, token); what
 #: it keeps itself it adds.
-OneMicrobatch = Callable[[Any, jax.Array, Any, Kept], tuple[LossOut, list[jax.Array], jax.Array]]
+OneMicrobatch = Callable[[Any, jax.Array, Any, Kept], tuple[LossOut, list[jax.Array | None], jax.Array]]
 
 
 def accumulate(
@@ -25,7 +25,7 @@ def accumulate(
     accumulation: int,
     axes: tuple[str, ...],
     keeps: bool = False,
-) -> tuple[LossOut, list[jax.Array], jax.Array]:
+) -> tuple[LossOut, list[jax.Array | None], jax.Array, jax.Array]:
     """Runs the micro-batches one after the other and averages them.
 
     A micro-batch's gradient is that of its own mean over all devices; one with a count weighs as much as it
@@ -42,7 +42,8 @@ def accumulate(
             the loop over the others: what a loop's first iteration makes, its second cannot see.
 
     Returns:
-        This device's loss (its total and count summed, or a plain mean), the averaged gradients, a token.
+        This device's loss (its total and count summed, or a plain mean), the averaged gradients (None for those
+        that a micro-batch adds to sums in its state), a token, and by what such sums are to be divided.
     """
 
     def weighted(micro: Any, key: jax.Array, state: Any, kept: Kept) -> Any:
@@ -51,7 +52,12 @@ def accumulate(
         if head.weight is None or accumulation == 1:
             return (head, grads, token, jnp.float32(1)), state
         weight = total(head.weight, axes)
-        return (head, [g * weight.astype(g.dtype) for g in grads], token, weight), state
+        return (
+            head,
+            [None if g is None else g * weight.astype(g.dtype) for g in grads],
+            token,
+            weight,
+        ), state
 
     kept: Kept = {}
     rest = (batches, keys)
@@ -63,8 +69,8 @@ def accumulate(
         shapes, _ = jax.eval_shape(lambda micro, key, state: weighted(micro, key, state, {}), *first, state)
         start = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     if accumulation == 1:
-        head, grads, token, _ = start
-        return head._replace(model_state=state), grads, token
+        head, grads, token, weight = start
+        return head._replace(model_state=state), grads, token, weight
 
     def add(carry: tuple[Any, Any], x: tuple[Any, jax.Array]) -> tuple[tuple[Any, Any], None]:
         found, state = weighted(*x, carry[1], dict(kept))
@@ -75,7 +81,8 @@ def accumulate(
     mean = head.total / accumulation if head.weight is None else head.total
     aux = _map_aux(head.aux, lambda x: x / accumulation if _floating(x) else x, lambda mean: mean)
     head = LossOut(mean, head.weight, aux, state)
-    return head, [g / _nonzero(weight).astype(g.dtype) for g in grads], token
+    weight = _nonzero(weight)
+    return head, [None if g is None else g / weight.astype(g.dtype) for g in grads], token, weight
 
 
 def over_devices(

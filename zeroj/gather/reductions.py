@@ -57,6 +57,7 @@ class Reduction:
         whole: whether every device gets the whole sum. It is then scattered and gathered rather than
             all-reduced: the same bytes, and in half precision the same rounding as at the sharded stages.
         feedback: whose errors are fed back, or None.
+        into: the path of the leaf to whose sum over micro-batches, in host memory, the result is added; or empty.
     """
 
     placement: Placement
@@ -64,6 +65,7 @@ class Reduction:
     axes: tuple[str, ...]
     whole: bool = False
     feedback: Slot | None = None
+    into: str = ""
 
     def with_feedback(
         self, value: jax.Array, slot: Slot, feedback: Feedback
@@ -122,6 +124,13 @@ class ReductionPlan:
     inside: dict[int, list[Reduction | None]]
     at_exit: list[Reduction | None]
     uniform: Uniform
+
+    def added_inside(self, jaxpr: _compat.Jaxpr) -> set[Any]:
+        """The outputs of calls and scans that are already sums over micro-batches: added to inside them."""
+        pairs = ((eqn, self.inside[id(eqn)]) for eqn in jaxpr.eqns if id(eqn) in self.inside)
+        return {
+            var for eqn, found in pairs for var, r in zip(eqn.outvars, found, strict=True) if r and r.into
+        }
 
 
 def place_reductions(
@@ -231,7 +240,7 @@ def _inside_scan(
 
 def _here(reduction: Reduction) -> Reduction:
     """The same, its result kept on the device."""
-    return replace(reduction, placement=reduction.placement.at(""))
+    return replace(reduction, placement=reduction.placement.at(""), into="")
 
 
 def _adds_slices(layout: _compat.ScanLayout, index: int, reduction: Reduction, uniform: Uniform) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from zeroj import _compat
@@ -19,6 +20,9 @@ from zeroj.optimizer.partition import SplitUpdate, split_update
 from zeroj.optimizer.pieces import Piece, cuts_of, in_order, piece_bytes, piece_plan, same_operations
 from zeroj.optimizer.update import Arrays, as_params, updated
 from zeroj.plan.plan import Plan
+
+#: What is still to be done with (a gradient that waited in host memory, the dtype of its leaf).
+Finish = Callable[[jax.Array, np.dtype], jax.Array]
 
 #: Pieces on the device at a time unless buffer_count says otherwise: read, updated, written back.
 DEFAULT_BUFFERS = 3
@@ -31,7 +35,7 @@ def streamed(
     grads: list[jax.Array],
     applied: jax.Array | None,
     extra: dict[str, Any],
-    finish: Callable[[jax.Array], jax.Array] | None = None,
+    finish: Finish | None = None,
 ) -> Arrays:
     """The update of a plan that keeps optimizer state in host memory; see :func:`zeroj.optimizer.update.updated`.
 
@@ -52,10 +56,10 @@ class _Stream:
         grads: list[jax.Array],
         applied: jax.Array | None,
         extra: dict[str, Any],
-        finish: Callable[[jax.Array], jax.Array] | None,
+        finish: Finish | None,
     ) -> None:
         self.plan = plan
-        self.finish = finish or (lambda grad: grad)
+        self.finish = finish or (lambda grad, dtype: grad)
         self.away = [_compat.is_on_host(grad) for grad in grads]
         self.live = [leaf for leaf in plan.leaves if leaf.trainable]
         self.params = list(arrays.params)
@@ -154,7 +158,9 @@ class _Stream:
             if not self._memory(index):
                 return value
             value = jax.device_put(value, jax.memory.Space.Device)
-            return self.finish(value) if self.count <= index < self.inner_at else value
+            if self.count <= index < self.inner_at:
+                return self.finish(value, self.live[index - self.count].dtype)
+            return value
 
         return read
 

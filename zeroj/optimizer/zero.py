@@ -12,7 +12,7 @@ import optax
 from zeroj.collectives import plain
 from zeroj.errors import PlanError
 from zeroj.gather.inputs import check_memory
-from zeroj.optimizer.stream import streamed
+from zeroj.optimizer.stream import Finish, streamed
 from zeroj.optimizer.update import (
     Arrays,
     at_once,
@@ -126,7 +126,7 @@ def apply_gradients(
     params: Any,
     *,
     applied: jax.Array | None = None,
-    finish: Callable[[jax.Array], jax.Array] | None = None,
+    finish: Finish | None = None,
     **extra: Any,
 ) -> tuple[Any, ZeroOptState]:
     """One update. Returns the new stored params and the new state.
@@ -139,7 +139,8 @@ def apply_gradients(
         params: stored params.
         applied: bool scalar; where it is False everything stays as it is, bit for bit. Selected on shards, before
             whole params are gathered from them. Left out, the update is always made.
-        finish: what is still to be done with a gradient that is in host memory, once it is on the device.
+        finish: what is still to be done with a gradient that is in host memory, once it is on the device; given
+            the leaf's dtype as well.
         **extra: passed on to ``tx.update``.
     """
     flat_params = plan.treedef.flatten_up_to(params)

@@ -29,7 +29,7 @@ def check_host_memory(plan: Plan) -> None:
     Raises:
         PlanError: the page-locked pool of CUDA, or the host's memory, is too small.
     """
-    need = sum(plan.memory().host.values())
+    need = plan.memory().host_total
     if not need or not isinstance(plan.mesh, Mesh):
         return
     parts = ", ".join(f"{part} {show_bytes(count)}" for part, count in plan.memory().host.items())

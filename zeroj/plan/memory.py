@@ -30,7 +30,8 @@ class MemoryReport:
     Attributes:
         device: part -> bytes on each device: "params", "master", "opt_state", "grads", "accumulator", and under
             hpZ "secondary": what a step keeps of its gathers, and drops at its end; under LoCo "errors".
-        host: part -> bytes in each host's memory; "spill_buffers" at most, while state in files is updated, and
+        host: part -> bytes in each host's memory: of "grads" and "accumulator" a step has one, see
+            :attr:`host_total`; "spill_buffers" at most, while state in files is updated, and
             "param_buffers", while a step reads params from files.
         nvme: part -> bytes on each host's disk.
         whole: part -> bytes the same part would take unsharded on one device.
@@ -45,6 +46,12 @@ class MemoryReport:
     def device_total(self) -> int:
         """All bytes of state on one device."""
         return sum(self.device.values())
+
+    @property
+    def host_total(self) -> int:
+        """Bytes in each host's memory at most: gradients of one micro-batch, or the sums of several."""
+        waiting = [self.host.get(part, 0) for part in ("grads", "accumulator")]
+        return sum(self.host.values()) - min(waiting)
 
     @property
     def resident(self) -> int:
@@ -76,7 +83,10 @@ def memory_report(plan: Plan) -> MemoryReport:
         "opt_state": [(leaf.placement, leaf.dtype) for leaf in plan.state_leaves],
         "grads": [_gradient(plan, leaf) for leaf in live],
         "accumulator": [
-            (leaf.placement if accumulates else leaf.placement.whole(), policy.accumulator(leaf.dtype))
+            (
+                (leaf.placement if accumulates else leaf.placement.whole()).at(plan.accumulator_memory(leaf)),
+                policy.accumulator(leaf.dtype),
+            )
             for leaf in live
         ],
     }

@@ -146,6 +146,13 @@ class Plan:
         together = leaf.param_memory == leaf.state_memory and not self.spills
         return leaf.param_memory if together else ""
 
+    def accumulator_memory(self, leaf: ParamLeaf) -> str:
+        """Where the sum of its gradients over micro-batches is: where one of them would wait.
+
+        Under MiCS it is summed over groups of devices after the last micro-batch, and stays on the device until then.
+        """
+        return "" if self.replica_axes else self.gradient_memory(leaf)
+
     def master_placement(self, leaf: ParamLeaf) -> Placement:
         """Where what the optimizer updates lives: the fp32 master, or the param that is its own master."""
         placement = self.state_placement(leaf)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from zeroj import _compat, flags
@@ -17,7 +18,7 @@ from zeroj.gather.evaluate import evaluate
 from zeroj.gather.gradients import Gradients, gradients
 from zeroj.gather.residual_check import check_offload
 from zeroj.gather.views import make_view
-from zeroj.optimizer.norms import sum_of_squares
+from zeroj.optimizer.norms import Unfinished, sum_of_squares
 from zeroj.optimizer.spill import SpilledUpdate
 from zeroj.optimizer.zero import ZeroOptimizer, apply_gradients, wrap_optimizer
 from zeroj.plan.feedback import errors_struct
@@ -158,7 +159,7 @@ def _head(
         scale = state.scale.scale if scaled else jnp.float32(1)
         out = evaluate_gradients(state.params, batch, rng, scale, state.model_state, errors=state.errors)
         made_with = scale / times if scaled or times != 1 else None
-        clipped = _unscale_and_clip(plan, out.grads, made_with, clip_norm)
+        clipped = _unscale_and_clip(plan, out, made_with, clip_norm)
         flags = clipped.finite if skips else None
         finite = None if flags is None else jnp.all(flags) & jnp.isfinite(clipped.norm)
         new = _advance(plan, state, out, finite, scaling)
@@ -231,54 +232,51 @@ class Clipped(NamedTuple):
     """Gradients as the optimizer is to see them.
 
     Attributes:
-        grads: unscaled and clipped; those in host memory as they came, for ``finish`` to do it.
+        grads: unscaled and clipped; those in host memory as they came.
         norm: fp32 scalar, the global norm before clipping.
         factor: fp32 scalar, what they were multiplied by.
         finite: bool (leaves,), for each whether all its elements, on every device, are finite, and the sum of
             their squares with them.
-        finish: unscales and clips what of a gradient is brought to the device.
+        left: makes the same of what of a gradient is brought to the device.
     """
 
     grads: list[jax.Array]
     norm: jax.Array
     factor: jax.Array
     finite: jax.Array
-    finish: Callable[[jax.Array], jax.Array]
+    left: Unfinished
 
 
 def _unscale_and_clip(
-    plan: Plan, raw: list[jax.Array], scale: jax.Array | None, clip_norm: float | None
+    plan: Plan, out: Gradients, scale: jax.Array | None, clip_norm: float | None
 ) -> Clipped:
     """Divides by the scale that the gradients were made with, and clips by the global norm.
 
     A leaf counts as finite where the sum of its squares is: a larger one overflows the norm, and with it the step.
     """
-    live = [leaf for leaf in plan.leaves if leaf.trainable]
-    away = [_compat.is_on_host(g) for g in raw]
+    dtypes = [leaf.dtype for leaf in plan.leaves if leaf.trainable]
+    away = [_compat.is_on_host(g) for g in out.grads]
+    left = Unfinished(out.divisor, scale, None)
 
-    def unscaled(grad: jax.Array, seen: Any) -> jax.Array:
-        wide = grad.astype(seen)
-        return wide if scale is None else wide / scale.astype(wide.dtype)
+    def fetched(grad: jax.Array, dtype: np.dtype) -> jax.Array:
+        return left.fetched(grad, dtype, plan.precision)
 
     grads = [
-        g if host else unscaled(g, plan.precision.seen(x.dtype))
-        for g, x, host in zip(raw, live, away, strict=True)
+        g if host else left.unscaled(g, x, plan.precision)
+        for g, x, host in zip(out.grads, dtypes, away, strict=True)
     ]
     each = [
-        sum_of_squares(g, scale if host else None, plan.degree) for g, host in zip(grads, away, strict=True)
+        sum_of_squares(g, partial(fetched, dtype=x) if host else None, plan.degree)
+        for g, x, host in zip(grads, dtypes, away, strict=True)
     ]
     squares = jnp.stack(each) if each else jnp.zeros((0,), jnp.float32)
     norm = jnp.sqrt(jnp.sum(squares))
-    factor = jnp.float32(1) if clip_norm is None else jnp.minimum(1.0, clip_norm / (norm + CLIP_EPSILON))
-
-    def clipped(grad: jax.Array) -> jax.Array:
-        return grad if clip_norm is None else grad * factor.astype(grad.dtype)
-
-    def finish(grad: jax.Array) -> jax.Array:
-        return clipped(unscaled(grad, plan.precision.seen(grad.dtype)))
-
-    done = [g if host else clipped(g) for g, host in zip(grads, away, strict=True)]
-    return Clipped(done, norm, factor, jnp.isfinite(squares), finish)
+    factor = jnp.float32(1)
+    if clip_norm is not None:
+        factor = jnp.minimum(1.0, clip_norm / (norm + CLIP_EPSILON))
+        left = left._replace(factor=factor)
+    done = [g if host else left.clip(g) for g, host in zip(grads, away, strict=True)]
+    return Clipped(done, norm, factor, jnp.isfinite(squares), left)
 
 
 class Advance(NamedTuple):
@@ -347,7 +345,7 @@ def _update(
         state.opt_state,
         state.params,
         applied=applied,
-        finish=clipped.finish,
+        finish=partial(clipped.left.finish, precision=plan.precision),
         value=loss,
         grad=tree,
     )

@@ -106,7 +106,7 @@ def _memory(choice: Choice, sizes: Sizes, batch: Batch, machine: Machine) -> tup
     for part, place in (
         ("moments", choice.optimizer),
         ("master", _master_place(choice)),
-        ("grads", choice.params),
+        ("grads", "none" if choice.params == "none" else "cpu"),
     ):
         places[place] += parts[part] if place != "none" else 0
         parts[part] = 0 if place != "none" else parts[part]

@@ -1,14 +1,37 @@
-"""Sums over gradients that wait in host memory: they come to the device piece by piece."""
+"""Gradients that wait in host memory as they came: their norm, piece by piece on the device; what is left to do."""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from zeroj import _compat
 from zeroj.plan.cuts import PIECE_BYTES
+from zeroj.plan.precision import Precision
+
+
+class Unfinished(NamedTuple):
+    """What is left to do to gradients in host memory, once they are back on the device.
+
+    Attributes:
+        divisor: scalar, the scale that they were made with.
+        factor: fp32 scalar that clips them, or None.
+    """
+
+    divisor: jax.Array
+    factor: jax.Array | None
+
+    def finish(self, grad: jax.Array, precision: Precision) -> jax.Array:
+        """Unscales and clips a gradient, or a piece of it, in the dtype in which the optimizer sees it."""
+        wide = grad.astype(precision.seen(grad.dtype))
+        return self.clip(wide / self.divisor.astype(wide.dtype))
+
+    def clip(self, grad: jax.Array) -> jax.Array:
+        """Clips one that is unscaled."""
+        return grad if self.factor is None else grad * self.factor.astype(grad.dtype)
 
 
 def sum_of_squares(grad: jax.Array, divisor: jax.Array, parts: int = 1) -> jax.Array:

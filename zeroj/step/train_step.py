@@ -17,7 +17,7 @@ from zeroj.gather.evaluate import evaluate
 from zeroj.gather.gradients import Gradients, gradients
 from zeroj.gather.residual_check import check_offload
 from zeroj.gather.views import make_view
-from zeroj.optimizer.norms import sum_of_squares
+from zeroj.optimizer.norms import Unfinished, sum_of_squares
 from zeroj.optimizer.spill import SpilledUpdate
 from zeroj.optimizer.zero import ZeroOptimizer, apply_gradients, wrap_optimizer
 from zeroj.plan.feedback import errors_struct
@@ -117,17 +117,19 @@ def make_train_step(
 
     def before_update(state: TrainState, batch: Any) -> tuple[Any, ...]:
         clipped, new, metrics = head(state, batch)
-        return clipped.grads, new.fields, metrics
+        return clipped.grads, new.fields, metrics, clipped.left
 
     options = flags.step_options()
     if plan.spills:
-        shardings = [plan.sharding(plan.grad_placement(leaf)) for leaf in plan.leaves if leaf.trainable]
+        live = [leaf for leaf in plan.leaves if leaf.trainable]
+        places = [plan.grad_placement(leaf).at(plan.gradient_memory(leaf)) for leaf in live]
         program = jax.jit(
             traced_on(plan.mesh, before_update),
-            out_shardings=(shardings, _field_shardings(plan), None),
+            out_shardings=([plan.sharding(p) for p in places], _field_shardings(plan), None, plan.replicated),
             compiler_options=options,
         )
-        return SpilledStep(WithoutFiles(program, plan, reader), SpilledUpdate(wrapped.user_tx, plan, donate))
+        update = SpilledUpdate(wrapped.user_tx, plan, donate, raw_gradients=accumulation_steps == 1)
+        return SpilledStep(WithoutFiles(program, plan, reader), update)
     return jax.jit(
         traced_on(plan.mesh, step), donate_argnums=(0,) if donate else (), compiler_options=options
     )
@@ -228,18 +230,18 @@ class Clipped(NamedTuple):
     """Gradients as the optimizer is to see them.
 
     Attributes:
-        grads: unscaled and clipped; those in host memory as they came, for ``finish`` to do it.
+        grads: unscaled and clipped; those in host memory as they came.
         norm: fp32 scalar, the global norm before clipping.
         factor: fp32 scalar, what they were multiplied by.
         finite: bool (leaves,), for each whether all its elements, on every device, are finite.
-        finish: unscales and clips what of a gradient is brought to the device.
+        left: unscales and clips what of a gradient is brought to the device.
     """
 
     grads: list[jax.Array]
     norm: jax.Array
     factor: jax.Array
     finite: jax.Array
-    finish: Callable[[jax.Array], jax.Array]
+    left: Unfinished
 
 
 def _unscale_and_clip(plan: Plan, raw: list[jax.Array], scale: jax.Array, clip_norm: float | None) -> Clipped:
@@ -257,20 +259,14 @@ def _unscale_and_clip(plan: Plan, raw: list[jax.Array], scale: jax.Array, clip_n
     norm = jnp.sqrt(sum(squares, start=jnp.float32(0)))
     factor = one if clip_norm is None else jnp.minimum(1.0, clip_norm / (norm + CLIP_EPSILON))
 
-    def clipped(grad: jax.Array) -> jax.Array:
-        return grad if clip_norm is None else grad * factor.astype(grad.dtype)
-
-    def finish(grad: jax.Array) -> jax.Array:
-        wide = grad.astype(plan.precision.seen(grad.dtype))
-        return clipped(wide / scale.astype(wide.dtype))
-
+    left = Unfinished(scale, None if clip_norm is None else factor)
     flags = [
         jnp.isfinite(square) if host else jnp.all(jnp.isfinite(g))
         for g, square, host in zip(raw, squares, away, strict=True)
     ]
     finite = jnp.stack(flags) if flags else jnp.ones((0,), bool)
-    done = [g if host else clipped(g) for g, host in zip(grads, away, strict=True)]
-    return Clipped(done, norm, factor, finite, finish)
+    done = [g if host else left.clip(g) for g, host in zip(grads, away, strict=True)]
+    return Clipped(done, norm, factor, finite, left)
 
 
 class Advance(NamedTuple):
@@ -339,7 +335,7 @@ def _update(
         state.opt_state,
         state.params,
         applied=applied,
-        finish=clipped.finish,
+        finish=lambda grad: clipped.left.finish(grad, plan.precision),
         value=loss,
         grad=tree,
     )

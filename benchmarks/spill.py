@@ -285,6 +285,7 @@ def _figures(what: str, found: dict[tuple[str, str], float], bare: list[str]) ->
         one("direct", raw, 0.9, "beside raw O_DIRECT"),
         one("direct, checksums", raw, None, "beside raw O_DIRECT: what checksums cost"),
         one("orbax", best_bare, 0.9, f"beside the best bare TensorStore ({best})"),
-        one("orbax", raw, None, "beside raw O_DIRECT"),
+        one("orbax", raw, None, "through the page cache; beside raw O_DIRECT"),
         one("orbax, checksums", best_bare, None, "beside the best bare TensorStore"),
+        *(one(name, raw, None, "sync, file_io_mode, files at once; beside raw O_DIRECT") for name in bare),
     ]

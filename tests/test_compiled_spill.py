@@ -54,10 +54,10 @@ def test_gradients_end_in_host_memory() -> None:
     """All but those of leaves that are small; none is held in the device's memory until the end."""
     memory = planned("cpu")[1].memory()
     waiting = memory.host["grads"] // 8
-    assert memory.device["grads"] < 0.01 * waiting
+    assert memory.device["grads"] < 0.02 * waiting
     away, here = compiled("cpu"), compiled("none")
     assert away.host.outputs == waiting
-    assert away.device.outputs < 0.01 * waiting + 4096
+    assert away.device.outputs < 0.02 * waiting + 4096
     assert here.host.outputs == 0 and here.device.outputs >= 2 * waiting, "fp32, with params on the device"
     assert sum(c.nbytes * c.times for c in away.copies if c.direction == "d2h") == waiting
 
@@ -77,7 +77,7 @@ def test_results_for_files_leave_the_device_in_page_locked_memory() -> None:
     report = TARGET.compile(jitted, *structs)
     written = bytes_of(update.room(part)) // 8
     assert report.host.outputs == written > 0, "master and moments"
-    assert report.device.outputs == written // 6 + report.device.outputs % 4096, "the param in bf16"
+    assert 0 <= report.device.outputs - written // 6 < 4096, "the param in bf16, and scalars"
 
 
 def bytes_of(structs: list[jax.ShapeDtypeStruct]) -> int:

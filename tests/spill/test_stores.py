@@ -14,7 +14,7 @@ import pytest
 
 from zeroj.errors import SpillError
 from zeroj.spill import direct_store
-from zeroj.spill.buffers import PAGE, aligned, digest, page_sums
+from zeroj.spill.buffers import PAGE, STRETCH, aligned, copy_summed, digest, page_sums
 from zeroj.spill.direct_store import DirectStore
 from zeroj.spill.orbax_store import OrbaxStore
 
@@ -234,6 +234,14 @@ def test_the_page_cache_is_used_where_a_file_system_refuses_direct_io(
     store = written(small_blocks, folder)
     assert store.direct is False
     np.testing.assert_array_equal(read(store, LEAF, 300_001), pattern(300_001))
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, STRETCH, STRETCH + 4097])
+def test_what_is_copied_is_summed_as_it_would_be_at_once(size: int) -> None:
+    data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
+    out = np.zeros_like(data)
+    assert copy_summed(out, data) == page_sums(data)
+    np.testing.assert_array_equal(out, data)
 
 
 def test_page_sums_see_changed_bits_and_changed_places() -> None:

@@ -28,11 +28,16 @@ pytestmark = pytest.mark.usefixtures("compile_fast")
 class Job:
     """A run on the toy with state in files."""
 
-    def __init__(self, path: pathlib.Path, precision: str = "fp32", **options: Any) -> None:
+    def __init__(
+        self, path: pathlib.Path, precision: str = "fp32", orbax: bool = False, **options: Any
+    ) -> None:
         self.m, self.tx = oracle.model("toy"), optimizer("adamw")
         self.plan = zj.make_plan(
             self.m.params, self.tx, oracle.mesh_of(8), spilling(path), precision=precision, aio=EVERY_LEAF
         )
+        if orbax:  # its threshold is 1 MiB, which no leaf of the toy has
+            spill = dataclasses.replace(self.plan.spill, direct=False)
+            self.plan = dataclasses.replace(self.plan, spill=spill)
         self.state = zj.init_state(self.m.params, self.tx, self.plan)
         self.step = zj.make_train_step(self.m.loss, self.tx, self.plan, **options)
 
@@ -171,6 +176,26 @@ def test_two_states_on_one_path(tmp_path: pathlib.Path) -> None:
 def test_a_state_that_does_not_fit_is_refused_before_the_first_step(tmp_path: pathlib.Path) -> None:
     with small_disk(tmp_path / "disk", "64k") as disk, pytest.raises(zj.SpillError, match="Not enough space"):
         Job(disk)
+
+
+def test_a_disk_that_others_fill_while_training_goes_on(tmp_path: pathlib.Path) -> None:
+    """Of the engine that takes its space as it writes: an error, and then on from the checkpoint, losing nothing."""
+    with small_disk(tmp_path / "disk", "4m") as disk, zj.Checkpointer(tmp_path / "saved") as checkpoints:
+        job = Job(disk, orbax=True).run(0, 2)
+        checkpoints.save(job.state, job.plan)
+        filler = disk / "filler"
+        with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+            while True:
+                file.write(b"x" * 4096)
+        with pytest.raises(
+            zj.SpillError, match=r"Writing leaf .*(space|RESOURCE_EXHAUSTED).*last checkpoint"
+        ):
+            job.run(2, 3)
+        filler.unlink()
+        with pytest.raises(zj.SpillError, match="is lost"):
+            job.run(2, 3)
+        job.state, _ = checkpoints.restore(job.plan)
+        job.run(2, 4).equals(Job(tmp_path / "other", orbax=True).run(0, 4))
 
 
 @contextlib.contextmanager

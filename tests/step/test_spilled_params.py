@@ -116,11 +116,10 @@ def assert_same(plan: Any, state: Any, other: Any, wanted: Any, rtol: float = 0)
 def test_params_and_state_in_files_equal_the_host(
     tmp_path: pathlib.Path, precision: str, scanned: bool
 ) -> None:
-    """In half precision beside params on the device: in host memory gradients wait in bf16, here in fp32."""
+    """Gradients wait in host memory in both, in the dtype in which they arose."""
     tx = optax.adamw(1e-2)
     files = plan_on("nvme", "nvme", tmp_path, tx, precision=precision, scanned=scanned)
-    beside = "cpu" if precision == "fp32" else "none"
-    host = plan_on(beside, "cpu", tmp_path, tx, precision=precision, scanned=scanned)
+    host = plan_on("cpu", "cpu", tmp_path, tx, precision=precision, scanned=scanned)
     losses, state, step = run(files, tx, scanned=scanned)
     expected, wanted, _ = run(host, tx, scanned=scanned)
     assert losses == pytest.approx(expected, rel=NEARLY, abs=0)
@@ -144,7 +143,8 @@ def test_params_and_state_on_different_tiers(
     """Nearly where state is on the device: there XLA makes one program of gradient and update."""
     tx = optax.adamw(1e-2)
     files = plan_on(*tiers, tmp_path, tx, precision=precision)
-    host = plan_on("none", "none" if "none" in tiers else "cpu", tmp_path, tx, precision=precision)
+    beside = "none" if "none" in tiers else "cpu"
+    host = plan_on(beside, beside, tmp_path, tx, precision=precision)
     losses, state, _ = run(files, tx, steps=3)
     expected, wanted, _ = run(host, tx, steps=3)
     rtol = 1e-4 if "none" in tiers else 0
@@ -172,7 +172,7 @@ def test_accumulation_the_global_view_and_quantised_gathers(tmp_path: pathlib.Pa
 def test_overflow_steps_change_nothing(tmp_path: pathlib.Path) -> None:
     tx = optax.adamw(1e-2)
     files = plan_on("nvme", "nvme", tmp_path, tx, precision="fp16")
-    host = plan_on("none", "cpu", tmp_path, tx, precision="fp16")
+    host = plan_on("cpu", "cpu", tmp_path, tx, precision="fp16")
     losses, state, _ = run(files, tx, steps=8)
     expected, wanted, _ = run(host, tx, steps=8)
     assert 0 < int(state.skipped) == int(wanted.skipped) < 8
@@ -187,6 +187,39 @@ def test_optimizers(tmp_path: pathlib.Path, optimizer: Any) -> None:
     expected, wanted, _ = run(host, optimizer, steps=3)
     assert losses == pytest.approx(expected, rel=NEARLY, abs=0)
     assert_same(files, state, host, wanted)
+
+
+@pytest.mark.parametrize("zero", [{}, {"sub_group_size": 200}], ids=["whole", "cut"])
+def test_muon(tmp_path: pathlib.Path, zero: dict[str, int]) -> None:
+    """Its matrices are updated whole, whether their files are cut or not; ``scale`` and ``embed`` by its Adam."""
+    optimizer = optax.contrib.muon(1e-2)
+    files, host = (plan_on(t, t, tmp_path, optimizer, scanned=UNROLLED, **zero) for t in ("nvme", "cpu"))
+    losses, state, step = run(files, optimizer, steps=3, scanned=UNROLLED)
+    expected, wanted, _ = run(host, optimizer, steps=3, scanned=UNROLLED)
+    assert losses == pytest.approx(expected, rel=NEARLY, abs=0)
+    assert_same(files, state, host, wanted)
+    momentum = [x for x in jax.tree.leaves(state.opt_state.inner) if x.shape == (WIDTH, 3 * WIDTH)]
+    assert momentum and all(is_spilled(x) for x in momentum)
+    assert all((x.cut is not None) == bool(zero) for x in momentum)
+    assert all(part.cut is None for part in step.update.parts), "a matrix was updated in pieces"
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_gradients_wait_in_host_memory(tmp_path: pathlib.Path, accumulation: int) -> None:
+    """Each leaf's whose param and state are away; and what waits there is counted there."""
+    tx = optax.adamw(1e-2)
+    plan = plan_on("nvme", "nvme", tmp_path, tx, precision="bf16")
+    state = zj.init_state(params_of(SCANNED), tx, plan)
+    step = zj.make_train_step(loss, tx, plan, accumulation_steps=accumulation, clip_norm=0.01)
+    grads, _, metrics, left = step.gradients(state, batches(1)[0])
+    found = {x.path: g for x, g in zip(plan.leaves, grads, strict=True)}
+    on_host = {path for path, g in found.items() if g.sharding.memory_kind == "pinned_host"}
+    assert on_host == found.keys() - {"scale"}
+    wanted = jnp.bfloat16 if accumulation == 1 else jnp.float32
+    assert {found[path].dtype for path in on_host} == {np.dtype(wanted)}
+    if accumulation == 1:
+        assert plan.memory().host["grads"] == sum(found[path].nbytes for path in on_host)
+    assert float(left.factor) == float(metrics["clip_factor"]) < 1
 
 
 def test_the_program_holds_tickets_and_one_layer(tmp_path: pathlib.Path) -> None:

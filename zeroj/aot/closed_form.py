@@ -116,7 +116,7 @@ def _memory(choice: Choice, sizes: Sizes, batch: Batch, machine: Machine) -> tup
         away = math.ceil(share * parts[part]) if place != "none" else 0
         places[place] += away
         parts[part] -= away
-    places[choice.params] += _waiting(choice, sizes, batch, n)
+    places["cpu"] += _waiting(choice, sizes, batch, n)
     # What is not resident streams through the GPU, and what is on disk through the host, a few leaves at a
     # time.
     streamed = places["cpu"] + places["nvme"] > 0

@@ -20,8 +20,10 @@ import optax
 
 from zeroj import _compat
 from zeroj.optimizer.flow import Flow, Op, run_op, value_of
+from zeroj.optimizer.norms import Unfinished
 from zeroj.optimizer.partition import SplitUpdate, split_update
 from zeroj.optimizer.pieces import file_cuts, piece_plan, same_operations
+from zeroj.optimizer.rooms import Rooms
 from zeroj.optimizer.spill_layout import Inputs, Layout, Part
 from zeroj.optimizer.spill_pass import Pass
 from zeroj.optimizer.update import Arrays, as_params, updated
@@ -42,12 +44,24 @@ class SpilledUpdate:
     Attributes:
         buffer_bytes: host memory that streaming takes at most on this process, in bytes: ``buffer_count`` times
             the largest part.
+
+    Args:
+        tx: the transformation.
+        plan: where everything lives.
+        donate: whether the memory of what is updated may be reused.
+        accumulation: micro-batches of which the gradients are.
     """
 
-    def __init__(self, tx: optax.GradientTransformationExtraArgs, plan: Plan, donate: bool = True) -> None:
+    def __init__(
+        self,
+        tx: optax.GradientTransformationExtraArgs,
+        plan: Plan,
+        donate: bool = True,
+        accumulation: int = 1,
+    ) -> None:
         settings = plan.spill or plan.spill_params
         assert settings is not None
-        self.plan, self.donate, self.settings = plan, donate, settings
+        self.plan, self.donate, self.settings, self.accumulation = plan, donate, settings, accumulation
         self.layout = self.pieces = Layout(plan)
         self.split = self.by_piece = self._take_apart(tx, self.layout)
         cuts = self._cuts(tx)
@@ -58,6 +72,7 @@ class SpilledUpdate:
         largest = max((self._host_bytes(p) for p in self.parts), default=0)
         self.buffer_bytes = self.settings.buffer_count * largest
         self.arenas = Arenas(self.buffer_bytes)
+        self.rooms = Rooms() if plan.mesh.devices.flat[0].platform == "cpu" else None
         self.writers = ThreadPoolExecutor(WRITERS, thread_name_prefix="zeroj-spill-writer")
         self._programs: dict[str, Any] = {}
         self._compiled: dict[Part, Any] = {}
@@ -68,26 +83,26 @@ class SpilledUpdate:
         """Begins to read, if reads may run ahead; the gradients need not be there yet."""
         return Pass(self, arrays)
 
-    def shared(self, values: list[Any]) -> tuple[list[Any], dict[int, Any]]:
+    def shared(self, values: list[Any], left: Unfinished) -> tuple[list[Any], dict[int, Any]]:
         """What the parts need of each other, in the order of ``_shared_order``; and the outputs of no leaf."""
         needed = [*self.split.shared_inputs]
         free = [i for i, owner in enumerate(self.layout.owners) if owner is None]
         at = {i: n for n, i in enumerate([*needed, *free])}
         if self._shared_program is None:
 
-            def run(given: list[Any]) -> Any:
-                return self.split.shared(lambda i: given[at[i]])
+            def run(given: list[Any], left: Unfinished) -> Any:
+                return self.split.shared(lambda i: self._on_device(i, given[at[i]], left))
 
-            structs = [self.layout.struct(i) for i in at]
-            known, _ = jax.eval_shape(traced_on(self.plan.mesh, run), structs)
+            structs = [self.layout.gradient(i, self.accumulation) or self.layout.struct(i) for i in at]
+            known, _ = jax.eval_shape(traced_on(self.plan.mesh, run), structs, left)
             self._shared_order = list(known)
             shardings = (
                 dict.fromkeys(known, self.plan.replicated),
                 {i: self.layout.out_shardings(i)[0] for i in self.split.shared_outputs},
             )
             self._shared_program = jax.jit(traced_on(self.plan.mesh, run), out_shardings=shardings)
-        given = [self.to_devices(i, values[i]) for i in at]
-        known, outs = self._shared_program(given)
+        given = [self.to_devices(i, values[i]) for i in at]  # but gradients, which the program brings itself
+        known, outs = self._shared_program(given, left)
         return [known[v] for v in self._shared_order], outs
 
     def to_devices(self, index: int, value: Any) -> Any:
@@ -98,27 +113,46 @@ class SpilledUpdate:
             jax.device_put(value, self.layout.struct(index).sharding) if self.layout.memory(index) else value
         )
 
-    def program(self, part: Part, shared: list[Any]) -> Any:
-        """The compiled program of a part: (*Inputs, shared, old, start) -> outputs in order.
+    def _on_device(self, index: int, value: Any, left: Unfinished) -> Any:
+        """Of an input that a program was given, what the update sees: a gradient may be in host memory."""
+        if self.layout.gradient(index, self.accumulation) is None:
+            return value
+        value = jax.device_put(value, jax.memory.Space.Device)
+        if not self.layout.as_it_came(index, self.accumulation):
+            return value
+        return left.finish(value, self.layout.live[index - self.layout.count].dtype, self.plan.precision)
+
+    def program(self, part: Part, shared: list[Any], left: Unfinished) -> Any:
+        """The compiled program of a part: (*Inputs, shared, old, room, left, start) -> outputs in order.
 
         Of a part that is cut it makes one piece: ``start`` is where along the cut's dim that begins. What lies in
-        files comes and goes as that piece, all else whole, and so do the params in ``old``, whose memory it reuses.
+        files comes and goes as that piece, all else whole, and so do the params in ``old``, whose memory it reuses;
+        as it does that of :meth:`room`.
         """
         if part not in self._compiled:
-            self._compiled[part] = self._compile(part, shared)
+            self._compiled[part] = self._compile(part, shared, left)
         return self._compiled[part]
 
-    def _compile(self, part: Part, shared: list[Any]) -> Any:
+    def _compile(self, part: Part, shared: list[Any], left: Unfinished) -> Any:
+        jitted, structs = self.jitted(part, shared, left)
+        lowered = jitted.lower(*structs)
+        text = lowered.as_text()
+        if text not in self._programs:
+            self._programs[text] = lowered.compile()
+        return self._programs[text]
+
+    def jitted(self, part: Part, shared: list[Any], left: Unfinished) -> tuple[Any, list[Any]]:
+        """A part's program before it is compiled, and its arguments' shapes."""
         inputs, flow = self.inputs_of(part), self._flow(part)
         order = [*inputs.donated, *inputs.kept, *inputs.free]
         ops = flow.closure(flow.values(part.outputs), dict.fromkeys(self._shared_order))
         kept_alive, old = self._used_elsewhere(part, ops), self.updated_in_place(part)
 
         def run(donated: list[Any], kept: list[Any], free: list[Any], *rest: Any) -> Any:
-            shared, params, start = rest
+            shared, params, _, left, start = rest
             given = dict(zip(order, [*donated, *kept, *free], strict=True))
             before = dict(zip(old, params, strict=True))
-            get = lambda i: self._piece_of(part, i, given[i], start)  # noqa: E731
+            get = lambda i: self._on_device(i, self._piece_of(part, i, given[i], start), left)  # noqa: E731
             known = dict(zip(self._shared_order, shared, strict=True))
             for op in ops:
                 known.update(run_op(op, known, get))
@@ -126,30 +160,36 @@ class SpilledUpdate:
             results = [
                 v for n, value in made.items() for v in self._outputs(part, n, value, before, given, start)
             ]
-            return results, [known[v] for v in kept_alive]
+            return results, ([known[v] for v in kept_alive], left)  # which is a second use, too
 
         structs: list[Any] = [[self._given(part, i) for i in some] for some in inputs]
         structs.append(
             [jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=self.plan.replicated) for v in shared]
         )
         structs.append([self.layout.param_struct(n) for n in old])
+        structs.append([] if self.rooms is None else self.room(part))
+        scalar = lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=self.plan.replicated)  # noqa: E731
+        structs.append(jax.tree.map(scalar, left))
         structs.append(jax.ShapeDtypeStruct((), np.int32))
-        shardings = [s for output in part.outputs for s in self.layout.out_shardings(output)]
+        away = self.rooms is None  # results for files leave the device in page-locked memory
+        shardings = [s for output in part.outputs for s in self.layout.out_shardings(output, away)]
         jitted = jax.jit(
             traced_on(self.plan.mesh, run),
-            donate_argnums=(0, 4),
+            donate_argnums=(0, 4, 5),
+            keep_unused=True,  # as the room is
             out_shardings=(shardings, self.plan.replicated),
         )
-        lowered = jitted.lower(*structs)
-        text = lowered.as_text()
-        if text not in self._programs:
-            self._programs[text] = lowered.compile()
-        return self._programs[text]
+        return jitted, structs
 
     def inputs_of(self, part: Part) -> Inputs:
         """A part's inputs."""
-        is_grad = lambda i: self.layout.count <= i < self.layout.inner_at  # noqa: E731
-        fresh = lambda i: self.donate or bool(self.layout.memory(i))  # noqa: E731
+        layout = self.layout
+
+        def fresh(index: int) -> bool:
+            memory = layout.memory(index)  # of what lies in files, a result goes elsewhere than its input was
+            return memory != NVME and (self.donate or bool(memory))
+
+        is_grad = lambda i: layout.count <= i < layout.inner_at  # noqa: E731
         donated = [i for i in part.inputs if not is_grad(i) and fresh(i)]
         kept = [i for i in part.inputs if i not in donated]
         return Inputs(donated, kept, [i for i, owner in enumerate(self.layout.owners) if owner is None])
@@ -160,9 +200,23 @@ class SpilledUpdate:
             return []
         return [n for n in part.outputs if n < self.layout.count and self.layout.param_memory(n) != NVME]
 
+    def room(self, part: Part) -> list[jax.ShapeDtypeStruct]:
+        """What of a part's results, or of those of one piece, goes into files."""
+        layout, pieces, found = self.layout, self.pieces if part.cut else self.layout, []
+        for n in part.outputs:
+            index = n if n < layout.count else n + layout.count
+            if n < layout.count and layout.param_memory(n) == NVME:
+                found.append(pieces.param_struct(n))
+            if layout.memory(index) == NVME and (n >= layout.count or self.plan.has_master):
+                found.append(pieces.struct(index))
+        return found
+
     def _given(self, part: Part, index: int) -> jax.ShapeDtypeStruct:
         """An input as the part's program takes it."""
         piece = part.cut is not None and self.layout.memory(index) == NVME
+        away = self.layout.gradient(index, self.accumulation)
+        if away is not None:
+            return away
         return (self.pieces if piece else self.layout).struct(index)
 
     def _piece_of(self, part: Part, index: int, value: Any, start: Any) -> Any:

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import jax
 
 from zeroj.plan.cuts import Cut
-from zeroj.plan.plan import Plan
-from zeroj.plan.rules import Placement
+from zeroj.plan.offload import PINNED
+from zeroj.plan.plan import ParamLeaf, Plan
+from zeroj.plan.rules import NVME, Placement
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,31 @@ class Layout:
             return plan.state_leaves[index - self.inner_at].placement.memory if index < self.end else ""
         return plan.master_placement(self.live[index]).memory if index < self.count else ""
 
+    def gradient(self, index: int, accumulation: int) -> jax.ShapeDtypeStruct | None:
+        """A gradient that waits in host memory, there; None for any other input.
+
+        Args:
+            index: of the input.
+            accumulation: of how many micro-batches.
+        """
+        leaf = self._leaf_of_gradient(index)
+        kind = self.plan.gradient_memory(leaf) if leaf else ""
+        if leaf is None or not kind:
+            return None
+        placement, precision = self.plan.grad_placement(leaf).at(kind), self.plan.precision
+        dtype = self.struct(index).dtype
+        if self.as_it_came(index, accumulation):
+            dtype = precision.compute(leaf.dtype) if accumulation == 1 else precision.accumulator(leaf.dtype)
+        return jax.ShapeDtypeStruct(placement.padded, dtype, sharding=self.plan.sharding(placement))
+
+    def as_it_came(self, index: int, accumulation: int) -> bool:
+        """Whether a gradient in host memory is a scaled sum, not clipped: as a whole it was never on the device."""
+        leaf = self._leaf_of_gradient(index)
+        return leaf is not None and (accumulation == 1 or bool(self.plan.accumulator_memory(leaf)))
+
+    def _leaf_of_gradient(self, index: int) -> ParamLeaf | None:
+        return self.live[index - self.count] if self.count <= index < self.inner_at else None
+
     def param_memory(self, output: int) -> str:
         """Where the stored param of a leaf lives."""
         return self.plan.param_placement(self.live[output]).memory
@@ -93,14 +119,23 @@ class Layout:
         leaf = self.live[output]
         return self._struct(self.plan.param_placement(leaf), self.plan.param_dtype(leaf))
 
-    def out_shardings(self, output: int) -> list[Any]:
-        """Of what a part gives for one output: a master comes with the param that is made from it."""
-        plan = self.plan
+    def out_shardings(self, output: int, away: bool = False) -> list[Any]:
+        """Of what a part gives for one output: a master comes with the param that is made from it.
+
+        Args:
+            output: its number.
+            away: whether what goes into files is to be in host memory.
+        """
+
+        def place(sharding: Any, memory: str) -> Any:
+            return sharding.with_memory_kind(PINNED) if away and memory == NVME else sharding
+
         if output >= self.count:
-            return [self.struct(output + self.count).sharding]
-        leaf = self.live[output]
-        master = [self.struct(output).sharding] if plan.has_master else []
-        return [plan.sharding(plan.param_placement(leaf).at("")), *master]
+            index = output + self.count
+            return [place(self.struct(index).sharding, self.memory(index))]
+        param = place(self.param_struct(output).sharding, self.param_memory(output))
+        master = place(self.struct(output).sharding, self.memory(output))
+        return [param, master] if self.plan.has_master else [param]
 
     def _struct(self, placement: Placement, dtype: Any) -> jax.ShapeDtypeStruct:
         sharding = self.plan.sharding(placement.at(""))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from zeroj.optimizer.norms import Unfinished
 from zeroj.optimizer.update import Arrays
 from zeroj.plan.rules import NVME
 from zeroj.spill.reading import Reading, arena_bytes
@@ -17,6 +18,11 @@ from zeroj.spill.tier import SpilledArray, is_spilled, start_writes
 
 if TYPE_CHECKING:
     from zeroj.optimizer.spill import Part, SpilledUpdate
+
+#: The files of one read, by the update's inputs.
+Read = tuple[list[int], Reading]
+#: Files, and what is to be written there.
+Written = tuple[SpilledArray, jax.Array]
 
 
 class Pass:
@@ -31,9 +37,10 @@ class Pass:
         for value in files:
             value.tier.check(value)
         self._queue = [(part, piece) for part in update.parts for piece in part.pieces]
-        self._reads: deque[tuple[list[int], Reading]] = deque()
+        self._reads: deque[Read] = deque()
         self._writes: deque[tuple[int, Future[None]]] = deque()
         self._next, self._writing = 0, 0
+        self._largest = update.buffer_bytes // self.settings.buffer_count
         if self.settings.pipeline_read:
             self._read_ahead()
 
@@ -44,36 +51,36 @@ class Pass:
             reading.wait()
             reading.release()
 
-    def run(self, grads: list[Any], loss: jax.Array) -> Arrays:
+    def run(self, grads: list[Any], loss: jax.Array, left: Unfinished) -> Arrays:
         """Updates everything.
 
         Args:
             grads: the gradients of trainable leaves; emptied on the way, so that each can be freed after its use.
             loss: the loss.
+            left: what is left to do to gradients in host memory.
 
         Raises:
             SpillError: a read or write failed. The state is lost then, and says so when it is used again.
         """
-        update = self.update
+        update, self._left = self.update, left
         self.values[self.layout.count : self.layout.inner_at] = grads
         grads.clear()
         self.values.append(loss)
-        shared, outs = update.shared(self.values)
+        shared, outs = update.shared(self.values, left)
         for part in [update.resident, *update.parts]:
-            update.program(part, shared)  # compiled before anything is changed
+            update.program(part, shared, left)  # compiled before anything is changed
         params = list(self.arrays.params)
         self._mark("a step was interrupted while it updated the files.")
         try:
-            self._do(update.resident, None, {}, params, shared)
+            self._do(update.resident, None, None, params, shared)
             for part, piece in self._queue:
                 self._read_next()
-                indices, reading = self._reads.popleft()
-                found = dict(zip(indices, reading.to_devices(), strict=True))
+                self._do(part, piece, self._reads[0], params, shared)
+                if not self.settings.pipeline_write:
+                    self._finish_all()
                 if self.settings.pipeline_read:
                     self._read_ahead()
-                self._do(part, piece, found, params, shared)
-                self._finish_writes(0 if not self.settings.pipeline_write else None)
-            self._finish_writes(0)
+            self._finish_all()
         except BaseException as error:
             self._mark(f"a step was interrupted while it updated the files ({error}).")
             self._abandon()
@@ -89,19 +96,20 @@ class Pass:
             tier.lost = lost
 
     def _do(
-        self, part: Part, piece: int | None, found: dict[int, Any], params: list[Any], shared: list[Any]
+        self, part: Part, piece: int | None, read: Read | None, params: list[Any], shared: list[Any]
     ) -> None:
         """Runs the program of a part, or of a piece of it, and puts its results in their places.
 
         Args:
             part: the part.
             piece: the number of the piece, or None.
-            found: what was read from files, by input.
+            read: what is being read from files for it, by input.
             params: stored params, replaced.
             shared: what parts need of each other.
         """
         update, layout = self.update, self.layout
         first, last = piece in (None, 0), piece in (None, part.pieces[-1])
+        found = {} if read is None else dict(zip(read[0], read[1].to_devices(), strict=True))
         if first:
             self._bring(part, params)
         inputs, old = update.inputs_of(part), update.updated_in_place(part)
@@ -113,8 +121,14 @@ class Pass:
                     self.values[i] = None
         start = 0 if part.cut is None or piece is None else piece * part.cut.size
         before = [params[n] for n in old]
-        results, _ = update.program(part, shared)(*given, shared, before, np.int32(start))
-        self._keep(part, piece, iter(results), params)
+        if read is not None:
+            self._make_room(self._largest)
+        room = [] if update.rooms is None else update.rooms.take(update.room(part))
+        program = update.program(part, shared, self._left)
+        results, _ = program(*given, shared, before, room, self._left, np.int32(start))
+        pairs = self._keep(part, piece, iter(results), params)
+        if read is not None:
+            self._finish_later(part, pairs, results)
         if last:
             self._send_back(part, params)
 
@@ -139,10 +153,10 @@ class Pass:
             elif update.donate:
                 params[output].delete()  # its successor comes from the master, and takes its room
 
-    def _keep(self, part: Part, piece: int | None, made: Iterator[Any], params: list[Any]) -> None:
-        """Puts results in their places, and begins to write those that belong into files."""
+    def _keep(self, part: Part, piece: int | None, made: Iterator[Any], params: list[Any]) -> list[Written]:
+        """Puts results in their places, and gives those that belong into files, with the files."""
         update, layout = self.update, self.layout
-        pairs: list[tuple[SpilledArray, Any]] = []
+        pairs: list[Written] = []
 
         def place(old: Any, new: Any) -> Any:
             if not is_spilled(old):
@@ -159,10 +173,18 @@ class Pass:
                     continue
             index = output if output < layout.count else output + layout.count
             self.values[index] = place(self.values[index], next(made))
-        if pairs:
-            nbytes = arena_bytes(array for array, _ in pairs)
-            self._writing += nbytes
-            self._writes.append((nbytes, update.writers.submit(_write, pairs)))
+        return pairs
+
+    def _finish_later(self, part: Part, pairs: list[Written], results: list[Any]) -> None:
+        """Has results written, and the buffer of the oldest read given back once they are there."""
+        _, reading = self._reads.popleft()
+        if not pairs:
+            jax.block_until_ready(results)
+            reading.release()
+            return
+        nbytes = arena_bytes(array for array, _ in pairs)
+        self._writing += nbytes
+        self._writes.append((nbytes, self.update.writers.submit(_finish, self.update, part, pairs, reading)))
 
     def _send_back(self, part: Part, params: list[Any]) -> None:
         """Brings back to host memory what lives there."""
@@ -180,22 +202,29 @@ class Pass:
 
     def _read_next(self) -> None:
         """Makes sure that the next part's read has begun, whatever has to end first."""
-        if self._reads:
-            return
-        arrays = self._spilled(*self._queue[self._next])
-        need = arena_bytes(arrays.values())
-        self._finish_writes(max(self.update.buffer_bytes - self.update.arenas.in_use - need, 0))
-        self._start_read(arrays)
+        if not self._reads:
+            arrays = self._spilled(*self._queue[self._next])
+            self._make_room(arena_bytes(arrays.values()))
+            self._start_read(arrays)
 
     def _read_ahead(self) -> None:
         """Begins further reads while there is room for them beside the largest part's write."""
-        reserve = self.update.buffer_bytes // self.settings.buffer_count
+        while self._writes and self._writes[0][1].done():
+            self._finish_one()
         while self._next < len(self._queue):
             arrays = self._spilled(*self._queue[self._next])
-            used = self.update.arenas.in_use + self._writing + arena_bytes(arrays.values())
-            if used > self.update.buffer_bytes - reserve:
+            need = arena_bytes(arrays.values()) + self._largest
+            if self._used() + need > self.update.buffer_bytes:
                 return
             self._start_read(arrays)
+
+    def _make_room(self, nbytes: int) -> None:
+        """Waits until so many more bytes keep the buffers' bound, or nothing is being written."""
+        while self._writes and self._used() + nbytes > self.update.buffer_bytes:
+            self._finish_one()
+
+    def _used(self) -> int:
+        return self.update.arenas.in_use + self._writing
 
     def _start_read(self, arrays: dict[int, SpilledArray]) -> None:
         self._next += 1
@@ -205,14 +234,15 @@ class Pass:
         files = {i: self.values[i] for i in part.inputs if is_spilled(self.values[i])}
         return files if piece is None else {i: array.piece(piece) for i, array in files.items()}
 
-    def _finish_writes(self, allowed: int | None) -> None:
-        """Waits until at most ``allowed`` bytes are being written; None: until the buffers' bound is kept."""
-        if allowed is None:
-            allowed = self.update.buffer_bytes - self.update.arenas.in_use
-        while self._writes and self._writing > allowed:
-            nbytes, write = self._writes.popleft()
-            write.result()
-            self._writing -= nbytes
+    def _finish_one(self) -> None:
+        """Waits for the oldest write."""
+        nbytes, write = self._writes.popleft()
+        write.result()
+        self._writing -= nbytes
+
+    def _finish_all(self) -> None:
+        while self._writes:
+            self._finish_one()
 
     def _abandon(self) -> None:
         """Waits for what is on its way, whose failures do not matter any more."""
@@ -224,7 +254,19 @@ class Pass:
             reading.release()
 
 
-def _write(pairs: list[tuple[SpilledArray, Any]]) -> None:
+def _finish(update: SpilledUpdate, part: Part, pairs: list[Written], reading: Reading) -> None:
+    """Waits for results, whose inputs' buffer is free then, and writes them."""
+    values = [value for _, value in pairs]
+    try:
+        jax.block_until_ready(values)
+    finally:
+        reading.release()
+    _write(pairs)
+    if update.rooms is not None:
+        update.rooms.give_back(update.room(part), values)
+
+
+def _write(pairs: list[Written]) -> None:
     begun = [each for array, value in pairs for each in start_writes(array, value)]
     errors = [e for e in (_settle(pending) for pending, _ in begun) if e is not None]
     if errors:

@@ -139,12 +139,10 @@ class Plan:
         return leaf.placement if self.stage.grads else leaf.placement.whole()
 
     def gradient_memory(self, leaf: ParamLeaf) -> str:
-        """Where a whole step's gradient of one micro-batch waits for the update: with its param and its state.
-
-        Where the update reads files, it waits on the device.
+        """Where a step's gradient waits for the update: in host memory, if neither its param nor its state are on
+        the device.
         """
-        together = leaf.param_memory == leaf.state_memory and not self.spills
-        return leaf.param_memory if together else ""
+        return offload.PINNED if leaf.param_memory and leaf.state_memory else ""
 
     def accumulator_memory(self, leaf: ParamLeaf) -> str:
         """Where the sum of its gradients over micro-batches is: where one of them would wait.

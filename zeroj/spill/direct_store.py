@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from zeroj.errors import SpillError
-from zeroj.spill.buffers import PAGE, aligned, digest, is_aligned, page_sums, round_up
+from zeroj.spill.buffers import PAGE, aligned, copy_summed, digest, is_aligned, page_sums, round_up
 from zeroj.spill.store import Pending, check_room, fault, os_fault, reserved
 
 #: Threads of one store at most, whatever queue_depth and threads multiply to.
@@ -180,20 +180,38 @@ class _Job:
         start = index * self.store.block
         part = self.data[start : start + self.store.block]
         whole = part.nbytes // PAGE * PAGE if is_aligned(part) else 0
-        move = self._put if self.writing else self._get
-        if self.writing and self.store.verify:
-            self.sums[index] = page_sums(part)
-        if whole:
-            move(handle, part[:whole], start)
-        if whole < part.nbytes:
-            rest, buffer = part[whole:], self.store.bounce()[: round_up(part.nbytes - whole)]
-            if self.writing:
-                buffer[: rest.nbytes], buffer[rest.nbytes :] = rest, 0
-            move(handle, buffer, start + whole)
-            if not self.writing:
-                rest[:] = buffer[: rest.nbytes]
-        if not self.writing and self.store.verify:
-            self.sums[index] = page_sums(part)
+        sums = self._pages(handle, part[:whole], start)
+        self.sums[index] = sums + self._rest(handle, part[whole:], start + whole)
+
+    def _pages(self, handle: int, data: np.ndarray, start: int) -> bytes:
+        """Moves whole, aligned pages; gives their sums."""
+        if not data.nbytes:
+            return b""
+        self._move(handle, data, start)
+        return page_sums(data) if self.store.verify else b""
+
+    def _rest(self, handle: int, data: np.ndarray, start: int) -> bytes:
+        """Moves other memory by way of an aligned buffer; gives its pages' sums."""
+        if not data.nbytes:
+            return b""
+        buffer = self.store.bounce()[: round_up(data.nbytes)]
+        inside = buffer[: data.nbytes]
+        if not self.writing:
+            self._move(handle, buffer, start)
+            return self._copy(data, inside)
+        sums = self._copy(inside, data)
+        buffer[data.nbytes :] = 0
+        self._move(handle, buffer, start)
+        return sums
+
+    def _copy(self, out: np.ndarray, data: np.ndarray) -> bytes:
+        if self.store.verify:
+            return copy_summed(out, data)
+        out[:] = data
+        return b""
+
+    def _move(self, handle: int, data: np.ndarray, start: int) -> None:
+        (self._put if self.writing else self._get)(handle, data, start)
 
     def _put(self, handle: int, data: np.ndarray, start: int) -> None:
         done = 0

@@ -31,16 +31,15 @@ class Reading:
                 self.pending.append(array.tier.store.read(shard.name, view))
 
     def to_devices(self) -> list[jax.Array]:
-        """Waits, copies to the devices, and gives the buffer back.
+        """Waits for the files, and gives what was read to the devices.
+
+        The buffer may only be released when nothing uses the arrays any more: it is a CPU device's memory of them.
 
         Raises:
             SpillError: something could not be read, or is not what was written.
         """
         self.wait()
-        made = [on_devices(a, views) for a, views in zip(self.arrays, self._views, strict=True)]
-        jax.block_until_ready(made)
-        self.release()
-        return made
+        return [on_devices(a, views) for a, views in zip(self.arrays, self._views, strict=True)]
 
     def wait(self) -> None:
         """Waits for the files."""

@@ -289,32 +289,27 @@ class _Unread:
 
 
 def on_devices(array: SpilledArray, shards: Sequence[np.ndarray]) -> jax.Array:
-    """A global array from this process's shards on the host; they are copied, so that they may be reused."""
+    """A global array from this process's shards on the host.
+
+    A CPU device takes aligned memory as it is: the shards must not change as long as the array is used.
+    """
     parts: dict[Bounds, tuple[tuple[jax.Device, ...], list[np.ndarray]]] = {}
     for shard, data in zip(array.shards, shards, strict=True):
         parts.setdefault(shard.part, (shard.devices, []))[1].append(data)
     by_device = [
-        jax.device_put(_joined(array.cut, pieces, device), SingleDeviceSharding(device))
+        jax.device_put(whole, SingleDeviceSharding(device))
         for devices, pieces in parts.values()
+        for whole in [_joined(array.cut, pieces)]
         for device in devices
     ]
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, by_device)
 
 
-def _joined(cut: Cut | None, pieces: list[np.ndarray], device: Any) -> np.ndarray:
-    """One device's part; its memory may be used again once it is on the device."""
+def _joined(cut: Cut | None, pieces: list[np.ndarray]) -> np.ndarray:
+    """One device's part."""
     if len(pieces) == 1 or cut is None:
-        return _own(pieces[0], device)
+        return pieces[0]
     return np.concatenate(pieces, axis=cut.dim)
-
-
-def _own(data: np.ndarray, device: Any) -> np.ndarray:
-    """A copy for a CPU device, which takes aligned memory as it is instead of copying it; else the data itself."""
-    if device.platform != "cpu":
-        return data
-    copy = aligned(data.nbytes)[: data.nbytes]
-    copy[:] = as_bytes(data)
-    return copy.view(data.dtype).reshape(data.shape)
 
 
 def start_writes(array: SpilledArray, value: jax.Array) -> list[tuple[Pending, np.ndarray]]:

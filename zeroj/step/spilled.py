@@ -92,14 +92,14 @@ class SpilledStep:
         inner = plan.state_treedef.flatten_up_to(state.opt_state.inner)
         running = self.update.begin(Arrays(params, masters, inner))
         try:
-            grads, counters, metrics = self.gradients(state, batch)
+            grads, counters, metrics, left = self.gradients(state, batch)
             if not bool(metrics["applied"]):
                 running.cancel()
                 return state._replace(**counters), metrics
         except BaseException:
             running.cancel()
             raise
-        new = running.run(grads, metrics["loss"])
+        new = running.run(grads, metrics["loss"], left)
         for i, value in zip(live, new.params, strict=True):
             flat[i] = value
         master: Any = ()

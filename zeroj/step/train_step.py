@@ -118,17 +118,19 @@ def make_train_step(
 
     def before_update(state: TrainState, batch: Any) -> tuple[Any, ...]:
         clipped, new, metrics = head(state, batch)
-        return clipped.grads, new.fields, metrics
+        return clipped.grads, new.fields, metrics, clipped.left
 
     options = flags.step_options()
     if plan.spills:
-        shardings = [plan.sharding(plan.grad_placement(leaf)) for leaf in plan.leaves if leaf.trainable]
+        live = [leaf for leaf in plan.leaves if leaf.trainable]
+        places = [plan.grad_placement(leaf).at(plan.gradient_memory(leaf)) for leaf in live]
         program = jax.jit(
             traced_on(plan.mesh, before_update),
-            out_shardings=(shardings, _field_shardings(plan), None),
+            out_shardings=([plan.sharding(p) for p in places], _field_shardings(plan), None, plan.replicated),
             compiler_options=options,
         )
-        return SpilledStep(WithoutFiles(program, plan, reader), SpilledUpdate(wrapped.user_tx, plan, donate))
+        update = SpilledUpdate(wrapped.user_tx, plan, donate, accumulation_steps)
+        return SpilledStep(WithoutFiles(program, plan, reader), update)
     return jax.jit(
         traced_on(plan.mesh, step), donate_argnums=(0,) if donate else (), compiler_options=options
     )

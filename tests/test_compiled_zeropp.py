@@ -21,6 +21,8 @@ HPZ = {"zero_hpz_partition_size": 8}
 QWZ, QGZ = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
 FORMS: dict[str, Any] = {"plain": {}, "hpZ": HPZ, "qwZ": QWZ, "all": HPZ | QWZ | QGZ}
 FORMS["LoCo"] = FORMS["all"] | {"zeropp_loco_param": {}}
+OPTIMIZER, PARAM = {"offload_optimizer": {"device": "cpu"}}, {"offload_param": {"device": "cpu"}}
+FORMS["all, optimizer"], FORMS["LoCo, optimizer"] = FORMS["all"] | OPTIMIZER, FORMS["LoCo"] | OPTIMIZER
 WEIGHTS = 2 * 12 * SHAPE.width**2 * SHAPE.layers
 """Bytes of all matrices in bf16."""
 
@@ -130,3 +132,26 @@ def test_loco_sends_no_more_and_keeps_its_errors_in_place() -> None:
     plain, fed = compiled("all").report.device, compiled("LoCo").report.device
     assert fed.arguments - plain.arguments == pytest.approx(planned, rel=1e-3)
     assert fed.temporary - plain.temporary < planned / SHAPE.layers
+
+
+def host_copies(form: str) -> dict[str, int]:
+    found = dict.fromkeys(("h2d", "d2h"), 0)
+    for copy in compiled(form).report.copies:
+        found[copy.direction] += copy.nbytes * copy.times
+    return found
+
+
+def test_loco_in_host_memory_takes_none_of_the_device() -> None:
+    """Each buffer is read once and written once, layer by layer, in place: the host has no second copy either."""
+    plain, fed = compiled("all, optimizer"), compiled("LoCo, optimizer")
+    planned = fed.plan.memory().host["errors"] // 8
+    assert planned == pytest.approx(WEIGHTS * (1 + 1 / 8), rel=1e-3)
+    assert "errors" not in fed.plan.memory().device
+    host = fed.report.host
+    assert host.arguments - plain.report.host.arguments == pytest.approx(planned, rel=1e-3)
+    assert host.aliased == host.arguments == host.outputs and host.temporary == plain.report.host.temporary
+    assert fed.report.device.arguments - plain.report.device.arguments <= 64  # the flag beside them
+    assert fed.report.device.temporary - plain.report.device.temporary < 2 * planned / SHAPE.layers
+    moved, before = host_copies("LoCo, optimizer"), host_copies("all, optimizer")
+    assert {d: moved[d] - before[d] for d in moved} == {"h2d": planned, "d2h": planned}
+    assert all(copy.asynchronous for copy in fed.report.copies)

@@ -16,7 +16,14 @@ from zeroj.collectives.quantized import Feedback
 from zeroj.errors import PlanError
 from zeroj.gather import loss as losses
 from zeroj.gather import model_state as carried
-from zeroj.gather.inputs import check_batch, check_params, interpreter, lazy_leaves, whole_struct
+from zeroj.gather.inputs import (
+    check_batch,
+    check_errors,
+    check_params,
+    interpreter,
+    lazy_leaves,
+    whole_struct,
+)
 from zeroj.gather.kept import Kept
 from zeroj.gather.loss import LossOut
 from zeroj.gather.means import accumulate, over_devices
@@ -134,6 +141,7 @@ def gradients(
     host: bool = False,
     offload_activations: bool = False,
     errors: Errors | tuple[()] = (),
+    feeds: Any = (),
 ) -> Gradients:
     """The gradient of the mean over the global batch, times ``scale``, in the layout of ``plan.grads``.
 
@@ -152,8 +160,10 @@ def gradients(
             the dtype in which they arise. Sums over micro-batches stay on the device.
         offload_activations: whether what ``jax.checkpoint`` regions keep waits in host memory.
         errors: what quantising lost of the gradients before; left out, it is not fed back.
+        feeds: bool scalar beside ``errors``: where it is False, they stand for zeros.
     """
     leaves = check_params(plan, params)
+    check_errors(plan, errors)
     check_batch(plan, batch, accumulation)
     rng = jax.random.key(0) if rng is None else rng
 
@@ -162,7 +172,7 @@ def gradients(
         return _program(loss_fn, plan, view, args, accumulation, has_aux, host_grads, offload_activations)
 
     placements = [plan.grad_placement(leaf) for leaf in plan.leaves if leaf.trainable]
-    args = (leaves, batch, rng, jnp.asarray(scale, jnp.float32), model_state)
+    args = (leaves, batch, rng, jnp.asarray(scale, jnp.float32), model_state, feeds)
     (loss, weight, aux, state, token), grads, errors = view.run(program, args, placements, errors)
     return Gradients(loss + token, weight, aux, grads, state, errors)
 
@@ -178,7 +188,7 @@ def _program(
     offload: bool,
 ) -> tuple[Any, list[jax.Array], Any]:
     """Micro-batches one after the other, then what is left to reduce."""
-    leaves, batch, rng, scale, before, errors = args
+    leaves, batch, rng, scale, before, feeds, errors = args
     state = carried.enter(before, view.axes)
     live = [leaf for leaf in plan.leaves if leaf.trainable]
     batches = view.split(batch, accumulation)
@@ -187,34 +197,35 @@ def _program(
     at_once = accumulation == 1 or plan.stage.accumulator or not view.axes
     # Groups that hold the same state add their gradients once, after the last micro-batch.
     later = plan.replica_axes if at_once and accumulation > 1 and view.axes else ()
-    own = jax.tree.map(lambda x: x[0], errors) if errors else {}
+    own = jax.tree.map(lambda x: jax.lax.squeeze(x, (0,)), errors) if errors else {}
     reductions = _reductions(plan, view, later, host, own)
     keeps = any(plan.param_placement(leaf).wire.kept for leaf in plan.leaves)
     heads = len(jax.tree.leaves(out_shape))
     wanted = [None] * heads + (reductions if at_once else [None] * len(live))
 
     def one(micro: Any, key: jax.Array, carry: Any, kept: Kept) -> tuple[LossOut, list[Any], jax.Array]:
-        state, errors = carry
+        state, errors, feeds = carry
         walker = interpreter(plan, view)
         walker.gathers.kept = kept
-        walker.errors = {path: Feedback(given, _beta(plan), scale) for path, given in errors.items()}
+        walker.errors = {path: Feedback(given, _beta(plan), scale, feeds) for path, given in errors.items()}
         values = [*lazy_leaves(plan, leaves), *jax.tree.leaves(micro), key, scale, *jax.tree.leaves(state)]
         outs = walker.force(walker.run(traced, values, wanted))
         head = jax.tree.unflatten(jax.tree.structure(out_shape), outs[:heads])
         made = [r.away(g) for r, g in zip(reductions, outs[heads:], strict=True)]
         wide = [_widened(g, plan.precision.accumulator(x.dtype)) for g, x in zip(made, live, strict=True)]
-        carry = head.model_state, {path: tuple(fed.errors) for path, fed in walker.errors.items()}
+        left = {path: fed.left() for path, fed in walker.errors.items()}
+        carry = head.model_state, left, jnp.ones_like(feeds) if left else feeds
         return head._replace(model_state=carry), wide, walker.gathers.token()
 
-    head, grads, token = accumulate(one, batches, keys, (state, own), accumulation, view.axes, keeps)
-    state, own = head.model_state
+    head, grads, token = accumulate(one, batches, keys, (state, own, feeds), accumulation, view.axes, keeps)
+    state, own, _ = head.model_state
     if not at_once:
         grads = [r(g) for r, g in zip(reductions, grads, strict=True)]
     grads = [total(g, later) for g in grads]
     grads = [_widened(g, plan.precision.gradient(x.dtype)) for g, x in zip(grads, live, strict=True)]
     loss, weight, aux = over_devices(head, view.axes, view.degree)
     after = carried.leave(before, state, view.axes, view.degree)
-    left = jax.tree.map(lambda x: x[None], own) if errors else ()
+    left = jax.tree.map(lambda x: jax.lax.expand_dims(x, (0,)), own) if errors else ()
     return (loss, weight, aux, after, token), grads, left
 
 

@@ -109,8 +109,10 @@ class Interpreter:
         if slot is None:
             return reduction(value)
         before = self.errors[slot.path]
-        reduced, errors = reduction.with_feedback(value, slot, before)
-        self.errors[slot.path] = replace(before, errors=errors)
+        here, value = before.fetched(value)
+        reduced, errors = reduction.with_feedback(value, slot, here)
+        after = before.after(errors)
+        self.errors[slot.path] = replace(after, errors=self.gathers.in_step(after.errors))
         return reduced
 
     def force(self, values: Sequence[Any]) -> list[Any]:
@@ -222,7 +224,7 @@ def _scan(
         near_kept.clear()
         near_kept.update(kept.stacked(inner.gathers.kept, before, origin, made))
         nears = [near.value for near in near_kept.values()]
-        errors = {path: put_layer(errors[path], inner.errors[path].errors, index) for path in fed}
+        errors = {path: put_layer(errors[path], inner.errors[path].left(), index) for path in fed}
         return (forced[:nk], errors), (forced[nk:], [s.array for s in made], nears, inner.gathers.token())
 
     stacked = [s.array for s in stacks.values()], kept_whole, [near.value for near in known.values()]
@@ -236,7 +238,7 @@ def _scan(
     )
     self.gathers.gate = self.gathers.gate + jnp.sum(tokens)
     self.gathers.kept |= kept.with_values(near_kept, nears, stacks_of(rebuilt, pieces, layout.length))
-    self.errors |= {path: replace(fed[path], errors=errors[path]) for path in fed}
+    self.errors |= {path: fed[path].after(errors[path]) for path in fed}
     rest, made = iter(ys), iter(pieces)
     return [*carry, *(next(rest) if s is None else s.build(made, layout.length) for s in rebuilt)]
 

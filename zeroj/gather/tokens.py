@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zeroj import _compat
 from zeroj.gather import lazy
 from zeroj.gather.kept import Kept, Key, Near
 from zeroj.gather.lazy import Shard
@@ -191,6 +192,13 @@ class Gathers:
             return reduction(grad)
         reduced, self._reduced = jax.lax.optimization_barrier((reduction(grad), self._reduced))
         return reduced
+
+    def in_step(self, values: Sequence[jax.Array]) -> list[jax.Array]:
+        """``values`` as they are; on their way to host memory they are waited for like a reduced gradient."""
+        if not any(map(_compat.is_on_host, values)):
+            return list(values)
+        held, self._reduced = jax.lax.optimization_barrier((list(values), self._reduced))
+        return held
 
     def enter_region(self, shards: Sequence[Shard], max_live: int) -> None:
         """Starts a region that shares its gathered parameters, and no others.

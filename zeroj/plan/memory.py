@@ -102,14 +102,14 @@ def memory_report(plan: Plan) -> MemoryReport:
         buffers = (plan.spill or plan.spill_params).buffer_count  # type: ignore[union-attr]
         held["spill_buffers"] = buffers * cuts.update_buffer(plan)
         held["param_buffers"] = sum(cuts.param_window(plan))
+    errors, errors_away = error_bytes(plan)
+    shards |= {"errors": errors} if errors else {}
+    held["errors"] = errors_away * many
     host = {part: count for part, count in held.items() if count}
     nvme = {part: count for part, count in files.items() if count}
     whole = {part: sum(math.prod(p.shape) * d.itemsize for p, d in rows) for part, rows in parts.items()}
     if any(leaf.placement.wire.kept for leaf in plan.leaves):
         shards["secondary"] = sum(secondary_bytes(plan, leaf) for leaf in plan.leaves)
-    errors = error_bytes(plan)
-    if errors:
-        shards["errors"] = errors
     return MemoryReport(device=shards, host=host, nvme=nvme, whole=whole)
 
 

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from zeroj.config.zero import Zero
 from zeroj.errors import PlanError
+from zeroj.plan.feedback import fed_back
 from zeroj.plan.memory import shard_bytes
 from zeroj.plan.rules import NVME, Placement
 
@@ -35,7 +36,10 @@ def offloaded(plan: Plan) -> Plan:
     Raises:
         PlanError: the devices have no such memory.
     """
-    plan = _params_spilled(_params_offloaded(plan))
+    return _errors_offloaded(_state_offloaded(_params_spilled(_params_offloaded(plan))))
+
+
+def _state_offloaded(plan: Plan) -> Plan:
     part = plan.zero.offload_optimizer
     if plan.spill is not None and part is not None:
         smallest = plan.spill.smallest
@@ -67,6 +71,21 @@ def _state_moved(plan: Plan, kind: str, ratio: float, large: Callable[[Placement
         for s in plan.state_leaves
     )
     return replace(plan, leaves=leaves, state_leaves=state)
+
+
+def _errors_offloaded(plan: Plan) -> Plan:
+    """The plan with LoCo's errors in host memory where the optimizer's state is there, or in files.
+
+    With a ratio below 1 the errors of a leaf are where its state is; a leaf without state keeps them on the device.
+    """
+    part = plan.zero.offload_optimizer
+    fed = {leaf.path for leaf in fed_back(plan)}
+    if part is None or not state_off_device(plan.zero) or not fed:
+        return plan
+    kind = host_kind(plan.mesh, part.pin_memory)
+    moved = {x.path for x in plan.leaves if x.path in fed and (x.state_memory or part.ratio >= 1)}
+    leaves = (replace(x, error_memory=kind) if x.path in moved else x for x in plan.leaves)
+    return replace(plan, leaves=tuple(leaves))
 
 
 def _params_offloaded(plan: Plan) -> Plan:

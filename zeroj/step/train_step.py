@@ -137,7 +137,11 @@ def _field_shardings(plan: Plan) -> dict[str, Any]:
     """Where the small fields of the state live, and the errors of quantised gradients."""
     errors = jax.tree.map(lambda s: s.sharding, errors_struct(plan)) or ()
     fields = ("step", "skipped", "scale", "model_state")
-    return {**dict.fromkeys(fields, plan.replicated), "errors": errors}
+    return {
+        **dict.fromkeys(fields, plan.replicated),
+        "errors": errors,
+        "feeds": plan.replicated if errors else (),
+    }
 
 
 def _head(
@@ -154,7 +158,8 @@ def _head(
     def head(state: TrainState, batch: Any) -> tuple[Clipped, Advance, dict[str, Any]]:
         rng = jax.random.fold_in(state.rng, state.scale.iteration)
         scale = state.scale.scale
-        out = evaluate_gradients(state.params, batch, rng, scale, state.model_state, errors=state.errors)
+        fed = {"errors": state.errors, "feeds": state.feeds}
+        out = evaluate_gradients(state.params, batch, rng, scale, state.model_state, **fed)
         clipped = _unscale_and_clip(plan, out.grads, scale / times, clip_norm)
         flags = clipped.finite if skips else None
         finite = None if flags is None else jnp.all(flags) & jnp.isfinite(clipped.norm)
@@ -301,19 +306,18 @@ def _advance(
     done = applied.astype(jnp.int32)
     carried = _carry(plan, state.model_state, out.model_state, applied if conditions else None)
     fields = {"step": state.step + done, "skipped": state.skipped + 1 - done, "scale": scale}
-    errors = _kept_errors(plan, out.errors, applied, fields["step"])
-    fields |= {"model_state": carried, "errors": errors}
+    fields |= {"model_state": carried, **_errors(plan, out.errors, applied, fields["step"])}
     return Advance(fields, applied if conditions else None)
 
 
-def _kept_errors(plan: Plan, errors: Any, applied: jax.Array, step: jax.Array) -> Any:
+def _errors(plan: Plan, errors: Any, applied: jax.Array, step: jax.Array) -> dict[str, Any]:
     """LoCo's errors for the next update: none after one that is skipped, as in DeepSpeed, or every ``reset_T``."""
     loco = plan.zero.zeropp_loco_param
     if loco is None or not errors:
-        return errors
-    keep = applied & (step % loco.reset_T != 0)
-    errors = jax.tree.map(lambda x: jnp.where(keep, x, jnp.zeros_like(x)), errors)
-    return jax.lax.with_sharding_constraint(errors, jax.tree.map(lambda s: s.sharding, errors_struct(plan)))
+        return {"errors": errors, "feeds": ()}
+    shardings = jax.tree.map(lambda s: s.sharding, errors_struct(plan))
+    errors = jax.lax.with_sharding_constraint(errors, shardings)
+    return {"errors": errors, "feeds": applied & (step % loco.reset_T != 0)}
 
 
 def _carry(plan: Plan, before: Any, after: Any, applied: jax.Array | None) -> Any:

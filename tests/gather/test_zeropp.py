@@ -118,17 +118,23 @@ def story(stacked: bool, remat: bool, folder: Any, **zero: Any) -> dict[str, np.
     return {"seen": np.asarray(jax.device_get(seen)), "params": whole}
 
 
+AWAY: dict[str, Any] = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stacked", "remat"),
+    ("stacked", "remat", "away"),
     [
-        pytest.param(True, True, id="scan-remat"),
-        pytest.param(False, False, id="unrolled", marks=pytest.mark.full),
+        pytest.param(True, True, {}, id="scan-remat"),
+        pytest.param(True, True, AWAY, id="scan-remat-offload"),
+        pytest.param(False, False, {}, id="unrolled", marks=pytest.mark.full),
+        pytest.param(False, True, AWAY, id="unrolled-remat-offload", marks=pytest.mark.full),
     ],
 )
-def test_hpz_is_plain_stage_3_at_every_step(stacked: bool, remat: bool, tmp_path: Any) -> None:
+def test_hpz_is_plain_stage_3_at_every_step(stacked: bool, remat: bool, away: Any, tmp_path: Any) -> None:
+    """Plain stage 3 on the device: with offload the second shards wait in host memory."""
     wanted = story(stacked, remat, tmp_path / "plain")
-    found = story(stacked, remat, tmp_path / "hpz", **HPZ)
+    found = story(stacked, remat, tmp_path / "hpz", **HPZ, **away)
     finite = np.isfinite(wanted["seen"])
     assert not finite[5, 0] and finite[:, 2].all() and (wanted["seen"][finite] != 0).sum() >= 25
     np.testing.assert_array_equal(np.isfinite(found["seen"]), finite)
@@ -269,10 +275,9 @@ def test_all_three_train_in_half_precision_with_accumulation_and_clipping(precis
 def test_all_three_with_params_and_state_in_host_memory_are_the_same() -> None:
     """Offload moves bytes, not values: the quantised steps are those of the device."""
     params = first_params(stacked=True)
-    away: dict[str, Any] = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
     runs = [
         oracle.train(oracle.Model(loss_fn, params, batches(4)), TX, plan_of(params, **zero), accumulation=2)
-        for zero in (ALL, ALL | away)
+        for zero in (ALL, ALL | AWAY)
     ]
     apart = oracle.run_distances(runs[1], runs[0])
     assert max(apart.values()) <= 1e-6, apart
@@ -341,6 +346,23 @@ def test_memory_shows_the_second_shard_of_hpz() -> None:
     assert packed == pytest.approx(count / 4, rel=0.15)  # padding to blocks, in small shards
     assert "secondary" not in plan_of(params, precision="bf16", **QWZ).memory().device
     assert "hpZ: gathered over node once a step, then over local alone" in str(plan)
+
+
+@pytest.mark.parametrize("extra", [{}, QWZ], ids=["plain", "qwZ"])
+def test_with_params_off_the_device_so_is_the_second_shard(extra: Any) -> None:
+    """As it was gathered, int8 under qwZ: handed from loop to loop through host memory, and counted there."""
+    params = first_params(stacked=True)
+    here = plan_of(params, precision="bf16", **HPZ, **extra)
+    plan = plan_of(params, precision="bf16", **HPZ, **extra, offload_param={"device": "cpu"})
+    memory = plan.memory()
+    assert memory.device["secondary"] == 0
+    assert memory.host["secondary"] == 8 * here.memory().device["secondary"]
+    assert "then over local alone, from host memory" in str(plan)
+    step = zj.make_train_step(functools.partial(loss_fn, remat=True), TX, plan)
+    program = str(step.trace(zj.abstract_state(TX, plan), batches(1)[0]).jaxpr)
+    kept = f"i8<host>[{LAYERS},2," if extra else f"bf16<host>[{LAYERS},16,"
+    assert kept in program, re.findall(r"\w+<host>\[[^]]*\]", program)
+    assert len(re.findall(r"all_gather\[[^\]]*?axis_name=\('node',\)", program)) == 5
 
 
 def test_the_plan_says_what_is_not_quantised_and_why() -> None:

@@ -65,8 +65,8 @@ def estimate(choice: Choice, sizes: Sizes, batch: Batch, machine: Machine) -> Es
     compute = _compute_seconds(sizes, batch, machine)
     # Layers overlap their neighbours' collectives; the first one's gather and the last one's scatter are
     # exposed.
-    fetch, store = _parameter_transfers(choice, sizes, batch, machine)
-    hidden = max(compute / 3, links[0], fetch) + max(compute * 2 / 3, links[1], fetch, store)
+    away = _parameter_transfers(choice, sizes, batch, machine)
+    hidden = max(compute / 3, links[0], away[0]) + max(compute * 2 / 3, links[1], away[1])
     exposed = (links[0] + links[1]) / sizes.layers
     own = _update_seconds(choice, sizes, machine) + links[2]
     over = {
@@ -107,6 +107,7 @@ def _memory(choice: Choice, sizes: Sizes, batch: Batch, machine: Machine) -> tup
         ("moments", choice.optimizer),
         ("master", _master_place(choice)),
         ("grads", choice.params),
+        ("secondary", "none" if choice.params == "none" else "cpu"),
     ):
         places[place] += parts[part] if place != "none" else 0
         parts[part] = 0 if place != "none" else parts[part]
@@ -226,14 +227,21 @@ def _compute_seconds(sizes: Sizes, batch: Batch, machine: Machine) -> float:
 
 
 def _parameter_transfers(choice: Choice, sizes: Sizes, batch: Batch, machine: Machine) -> tuple[float, float]:
-    """Seconds that params away from the GPU take on their way in, once a pass, and gradients out."""
+    """Seconds that the forward and the backward pass need for what is off the GPU: params in, gradients out.
+
+    Both directions run at once. Under hpZ a node's share of the params goes out in the forward pass, as int8, and comes
+    in for the backward pass in place of the params.
+    """
     if choice.params == "none":
         return 0.0, 0.0
-    rate = machine.gpu.pcie.usable
-    if choice.params == "nvme":
-        rate = min(rate, machine.nvme_rate / machine.gpus_per_node)
+    link = machine.gpu.pcie.usable
+    rate = min(link, machine.nvme_rate / machine.gpus_per_node) if choice.params == "nvme" else link
     share = sizes.params / machine.num_gpus * batch.accumulation
-    return MASTER * share / rate, FP32 * share / rate
+    fetch, store = MASTER * share / rate, FP32 * share / rate
+    if not choice.zeropp:
+        return fetch, max(fetch, store)
+    near = sizes.params / machine.gpus_per_node / link
+    return max(fetch, near), max(near * batch.accumulation, store)
 
 
 def _update_seconds(choice: Choice, sizes: Sizes, machine: Machine) -> float:

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zeroj import _compat
 from zeroj.collectives import plain
 from zeroj.collectives.quantize import dequantize, quantize
 from zeroj.plan.rules import Placement
@@ -67,7 +66,7 @@ class Feedback:
 
     def layer(self, errors: Sequence[jax.Array], index: jax.Array) -> Feedback:
         """That of one layer of a stack, whose errors are ``errors``; on the device."""
-        cut = [_here(jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)) for stack in errors]
+        cut = [plain.here(jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)) for stack in errors]
         return replace(self, errors=cut)
 
     def fetched(self, value: jax.Array) -> tuple[Feedback, jax.Array]:
@@ -77,19 +76,23 @@ class Feedback:
         host are rounded alike, and a last bit cannot turn a rounding of the quantiser.
         """
         held, value = jax.lax.optimization_barrier((list(self.errors), value))
-        return replace(self, errors=[_here(error) for error in held]), value
+        return replace(self, errors=[plain.here(error) for error in held]), value
 
     def after(self, errors: Sequence[jax.Array]) -> Feedback:
         """That of the next reduction: ``errors`` are what this one leaves, and go where its own are."""
         pairs = zip(self.errors, jax.lax.optimization_barrier(list(errors)), strict=True)
-        return replace(self, errors=[_beside(*pair) for pair in pairs], counts=jnp.bool_(True), used=True)
+        return replace(
+            self, errors=[plain.beside(*pair) for pair in pairs], counts=jnp.bool_(True), used=True
+        )
 
     def left(self) -> tuple[jax.Array, ...]:
         """What is owed to the next step: zeros where nothing was reduced and the buffers stood for zeros."""
         if self.used:
             return tuple(self.errors)
-        values = [jnp.where(self.counts, here := _here(error), jnp.zeros_like(here)) for error in self.errors]
-        return tuple(_beside(old, new) for old, new in zip(self.errors, values, strict=True))
+        values = [
+            jnp.where(self.counts, here := plain.here(error), jnp.zeros_like(here)) for error in self.errors
+        ]
+        return tuple(plain.beside(old, new) for old, new in zip(self.errors, values, strict=True))
 
 
 def put_layer(
@@ -98,18 +101,8 @@ def put_layer(
     """The stacks of errors with those of one layer replaced: in a loop's carry this is done in place."""
     pairs = zip(errors, layer, strict=True)
     return tuple(
-        jax.lax.dynamic_update_index_in_dim(stack, _beside(stack, new), index, 0) for stack, new in pairs
+        jax.lax.dynamic_update_index_in_dim(stack, plain.beside(stack, new), index, 0) for stack, new in pairs
     )
-
-
-def _here(value: jax.Array) -> jax.Array:
-    """The same on the device."""
-    return jax.device_put(value, jax.memory.Space.Device) if _compat.is_on_host(value) else value
-
-
-def _beside(old: jax.Array, new: jax.Array) -> jax.Array:
-    """``new``, in the memory that ``old`` is in."""
-    return jax.device_put(new, jax.memory.Space.Host) if _compat.is_on_host(old) else new
 
 
 def reduce(value: jax.Array, placement: Placement, axes: Sequence[str]) -> jax.Array:

@@ -28,7 +28,7 @@ from zeroj.gather.kept import Kept
 from zeroj.gather.loss import LossOut
 from zeroj.gather.means import accumulate, over_devices
 from zeroj.gather.reductions import Reduction, slot_of
-from zeroj.gather.residual_check import check_offload
+from zeroj.gather.residual_check import check_near, check_offload
 from zeroj.gather.residuals import offload_residuals
 from zeroj.gather.views import View, make_view
 from zeroj.plan.feedback import Errors, fed_back
@@ -85,8 +85,8 @@ def value_and_grad(
         (loss, model_state), or (loss, model_state, aux).
 
     Raises:
-        PlanError: at the first call, when params, batch or loss do not fit the plan; now, when activations
-            are to be offloaded on a backend that is known, or seen, to do it wrongly.
+        PlanError: at the first call, when params, batch or loss do not fit the plan; now, when activations, or
+            the second shards of hpZ, are to be offloaded on a backend that is known, or seen, to do it wrongly.
 
     Example:
         >>> loss, grads = jax.jit(zj.value_and_grad(loss_fn, plan))(params, batch)
@@ -94,6 +94,7 @@ def value_and_grad(
     view = make_view(plan, loss_over)
     if offload_activations:
         check_offload(plan.mesh)
+    check_near(plan)
     if fed_back(plan):
         warnings.warn(
             "zeropp_loco_param: the errors of quantised gradients are state of the whole step (make_train_step); "

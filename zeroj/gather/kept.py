@@ -2,7 +2,8 @@
 
 The first gather of a shard leaves its near shard behind: within a node, no later gather of the same parameter
 needs the network. Layers in a loop leave theirs stack by stack: the forward loop gives a stack of near shards
-out, which the backward loop takes in. Nothing outlives the step, so nothing can be stale.
+out, which the backward loop takes in. Nothing outlives the step, so nothing can be stale. With the params off the
+device near shards wait in host memory, and come to the device where they are gathered.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zeroj import _compat
+from zeroj.collectives import plain
 from zeroj.gather import lazy
 from zeroj.gather.kept import Kept, Key, Near
 from zeroj.gather.lazy import Shard
@@ -124,9 +124,14 @@ class Gathers:
         if self._total > size or not self.free_start:
             arrays, self.gate = jax.lax.optimization_barrier((arrays, self.gate))
         for (key, shard), array in zip(new.items(), arrays, strict=True):
-            near = array if key in kept else self._gather.near(self._fetched(array, shard), shard.placement)
-            if key not in kept and shard.placement.wire.kept:
-                self.kept[Key(*key)] = Near(shard, near)
+            wire = shard.placement.wire
+            if key in kept:
+                near = plain.here(array)
+            else:
+                near = self._gather.near(self._fetched(array, shard), shard.placement)
+            if key not in kept and wire.kept:
+                waits = jax.device_put(near, jax.memory.Space.Host) if wire.near_memory else near
+                self.kept[Key(*key)] = Near(shard, waits)
             self._whole[key] = (self._total, shard, self._gather.gather(near, shard.placement, shard.dtype))
 
     def _fetched(self, array: jax.Array, shard: Shard) -> jax.Array:
@@ -194,9 +199,8 @@ class Gathers:
         return reduced
 
     def in_step(self, values: Sequence[jax.Array]) -> list[jax.Array]:
-        """``values`` as they are; on their way to host memory they are waited for like a reduced gradient."""
-        if not any(map(_compat.is_on_host, values)):
-            return list(values)
+        """``values`` that only the end of the step needs, waited for like a reduced gradient: XLA would put off
+        writing them to where they belong, and hold them twice."""
         held, self._reduced = jax.lax.optimization_barrier((list(values), self._reduced))
         return held
 

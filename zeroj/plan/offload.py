@@ -93,12 +93,20 @@ def _params_offloaded(plan: Plan) -> Plan:
     if part is None or part.device != "cpu":
         return plan
     kind = host_kind(plan.mesh, part.pin_memory)
-    return replace(
-        plan,
-        leaves=tuple(
-            replace(x, param_memory=kind) if math.prod(x.shape) > plan.threshold else x for x in plan.leaves
-        ),
-    )
+    large = {x.path for x in plan.leaves if math.prod(x.shape) > plan.threshold}
+    leaves = (_away(x, kind, kind) if x.path in large else x for x in plan.leaves)
+    return replace(plan, leaves=tuple(leaves))
+
+
+def _away(leaf: ParamLeaf, kind: str, near: str) -> ParamLeaf:
+    """A leaf whose stored shard is in ``kind``, and what hpZ keeps of its gathers during a step in ``near``.
+
+    A device that is to hold a few layers cannot hold a whole node's share of all of them: as in DeepSpeed, where the
+    second shard is on the device of offload_param.
+    """
+    wire = leaf.placement.wire
+    placement = replace(leaf.placement, wire=replace(wire, near_memory=near if wire.keeps else ""))
+    return replace(leaf, param_memory=kind, placement=placement)
 
 
 def _params_spilled(plan: Plan) -> Plan:
@@ -127,7 +135,10 @@ def _params_spilled(plan: Plan) -> Plan:
             f"offload_param nvme: {', '.join(small)} are frozen and stored as int8 "
             "(zero_quantized_nontrainable_weights), which is not done for params in files. Leave out one of the two."
         )
-    return replace(plan, leaves=tuple(replace(x, param_memory=NVME) if large(x) else x for x in plan.leaves))
+    part = plan.zero.offload_param
+    keeps = any(leaf.placement.wire.keeps for leaf in plan.leaves)
+    near = host_kind(plan.mesh, part is None or part.pin_memory) if keeps else ""
+    return replace(plan, leaves=tuple(_away(x, NVME, near) if large(x) else x for x in plan.leaves))
 
 
 def state_bytes(plan: Plan) -> dict[str, int]:

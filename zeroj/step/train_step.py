@@ -15,7 +15,7 @@ from zeroj.config.precision import LossScale
 from zeroj.errors import PlanError
 from zeroj.gather.evaluate import evaluate
 from zeroj.gather.gradients import Gradients, gradients
-from zeroj.gather.residual_check import check_offload
+from zeroj.gather.residual_check import check_near, check_offload
 from zeroj.gather.views import make_view
 from zeroj.optimizer.norms import sum_of_squares
 from zeroj.optimizer.spill import SpilledUpdate
@@ -80,8 +80,8 @@ def make_train_step(
         same) and ``finite``, one bool per trained leaf: :class:`zeroj.OverflowWatch` names the leaves.
 
     Raises:
-        PlanError: now or at the first call, when something does not fit together; now, when activations are to
-            be offloaded on a backend that is known, or seen, to do it wrongly.
+        PlanError: now or at the first call, when something does not fit together; now, when activations, or the
+            second shards of hpZ, are to be offloaded on a backend that is known, or seen, to do it wrongly.
 
     Example:
         >>> step = zj.make_train_step(loss_fn, tx, plan, accumulation_steps=4, clip_norm=1.0)
@@ -90,6 +90,7 @@ def make_train_step(
     _check_arguments(loss_fn, accumulation_steps, clip_norm, reduce_op)
     if offload_activations:
         check_offload(plan.mesh)
+    check_near(plan)
     wrapped = wrap_optimizer(tx, plan)
     reader = ParamReader(plan) if plan.spills_params else None
     head = _head(

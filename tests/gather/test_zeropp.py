@@ -142,30 +142,69 @@ def test_hpz_is_plain_stage_3_at_every_step(stacked: bool, remat: bool, away: An
     assert oracle.distance(found["params"], wanted["params"]) <= 1e-6
 
 
-def by_index(params: Any, batch: Any) -> jax.Array:
+def by_index(params: Any, batch: Any, remat: bool = False, over: str = "fori") -> jax.Array:
     """The layers are taken out of their stacks by index, in a loop."""
     blocks = params["blocks"]
 
     def layer(i: Any, x: jax.Array) -> jax.Array:
         return x + jnp.tanh(x @ blocks["up"][i] + blocks["bias"][i]) @ blocks["down"][i]
 
-    x = jax.lax.fori_loop(0, LAYERS, layer, params["tokens"][batch["x"]] @ params["frozen"])
+    one = jax.checkpoint(layer) if remat else layer
+    x = params["tokens"][batch["x"]] @ params["frozen"]
+    if over == "fori":
+        x = jax.lax.fori_loop(0, LAYERS, one, x)
+    else:
+        order = jnp.arange(LAYERS) if over == "scan" else jnp.array([2, 0, 1])
+        x = jax.lax.scan(lambda x, i: (one(i, x), None), x, order)[0]
     logits = (x @ params["tokens"].T).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
 
 
-def test_hpz_keeps_layers_that_a_loop_takes_by_index() -> None:
-    """Each of the five params crosses the network once; the backward loop gathers in the node alone."""
+@pytest.mark.parametrize("remat", [False, True])
+def test_hpz_keeps_layers_that_a_loop_takes_by_index(remat: bool) -> None:
+    """The backward loop takes what the forward loop left, under ``jax.checkpoint`` by an index of its own."""
     params, runs = first_params(stacked=True), []
+    loss = functools.partial(by_index, remat=remat)
     for zero in ({}, HPZ):
         plan = plan_of(params, **zero)
-        runs.append(oracle.train(oracle.Model(by_index, params, batches(2)), TX, plan, accumulation=2))
+        runs.append(oracle.train(oracle.Model(loss, params, batches(2)), TX, plan, accumulation=2))
     apart = oracle.run_distances(runs[1], runs[0])
     assert max(apart.values()) <= 1e-6, apart
-    step = zj.make_train_step(by_index, TX, plan)
-    program = str(step.trace(zj.abstract_state(TX, plan), batches(1)[0]).jaxpr)
-    assert len(re.findall(r"all_gather\[[^\]]*?axis_name=\('node',\)", program)) == 5
-    assert len(re.findall(r"all_gather\[[^\]]*?axis_name=\('local',\)", program)) == 7
+
+
+@pytest.mark.parametrize(
+    ("remat", "over", "away"),
+    [
+        (False, "fori", {}),
+        (True, "fori", {}),
+        (True, "scan", {}),
+        (True, "fori", {"offload_param": {"device": "cpu"}}),
+    ],
+)
+def test_by_index_each_param_crosses_the_network_once(remat: bool, over: str, away: Any) -> None:
+    """In a step of two micro-batches too; ``zj.explain`` says so, param by param."""
+    params = first_params(stacked=True)
+    loss, plan = functools.partial(by_index, remat=remat, over=over), plan_of(params, **HPZ, **away)
+    for accumulation in (1, 2):
+        step = zj.make_train_step(loss, TX, plan, accumulation)
+        state = zj.abstract_state(TX, plan)
+        program = str(step.trace(state, batches(1)[0]).jaxpr)
+        assert len(re.findall(r"all_gather\[[^\]]*?axis_name=\('node',\)", program)) == 5
+        found = zj.explain(step, plan, state, batches(1)[0], micro_batches=accumulation)
+        assert {leaf.path: found.across(leaf.path) for leaf in plan.leaves} == {
+            x.path: 1 for x in plan.leaves
+        }
+        assert found.times("blocks/up") == found.times("blocks/down") == 2 * accumulation
+    assert "3 x 0.333 of it as float32 over local, at" in str(found)
+
+
+def test_an_order_that_is_not_seen_crosses_the_network_again() -> None:
+    """Right, and dearer: the backward pass of layers that are taken in an order of the program's own."""
+    params = first_params(stacked=True)
+    loss, plan = functools.partial(by_index, remat=True, over="order"), plan_of(params, **HPZ)
+    step = zj.make_train_step(loss, TX, plan)
+    found = zj.explain(step, plan, zj.abstract_state(TX, plan), batches(1)[0])
+    assert found.across("blocks/up") == 2 and found.across("tokens") == 1
 
 
 def gradient(precision: str = "fp32", stacked: bool = True, **zero: Any) -> tuple[float, Any]:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from zeroj import _compat
 from zeroj.collectives.quantized import Feedback, put_layer
 from zeroj.gather import kept, lazy
+from zeroj.gather.counters import counting
 from zeroj.gather.reductions import Reduction, ReductionPlan, Reductions, is_zero, place_reductions
 from zeroj.gather.regions import NotAlike, Operands, Regions
 from zeroj.gather.stacks import Restacked, made_by, only_sliced, restack, stacks_of, warn_whole
@@ -45,6 +46,8 @@ class Interpreter:
         self.gathers = Gathers(gather, bucket, reuse)
         self.regions = Regions()
         self.errors: dict[str, Feedback] = {}
+        self.counters: frozenset[Any] = frozenset()
+        self.length = 0
 
     def within(self, errors: dict[str, Feedback]) -> Interpreter:
         """The interpreter of one iteration of a loop."""
@@ -147,8 +150,17 @@ class Interpreter:
         if eqn.primitive.name == "dynamic_slice" and all(v in reductions.uniform for v in eqn.invars[1:]):
             smaller = lazy.sliced(eqn, operands)
             if smaller is not None:
-                return [smaller]
+                return [self._in_turn(eqn, smaller)]
         return self.consume(eqn, operands)
+
+    def _in_turn(self, eqn: _compat.Eqn, shard: lazy.Shard) -> lazy.Shard:
+        """The shard; marked, if it is a layer of a stack all of whose layers this loop takes, in their order."""
+        layer = shard.layer
+        at = eqn.invars[1]
+        counted = not isinstance(at, _compat.Literal) and at in self.counters
+        if layer is None or not counted or self.length != layer.stack.shape[0]:
+            return shard
+        return replace(shard, layer=replace(layer, in_turn=True))
 
     def _in_step(self, eqn: _compat.Eqn, operands: list[Any]) -> list[Any]:
         """The operands of a costly equation, held until the gradients before it are made; see ``Gathers``."""
@@ -199,6 +211,8 @@ def _scan(
     shards = [s for x, stay in zip(xs, staying, strict=True) if stay for s in lazy.shards_of(x)]
     stacks = {id(s.array): s for s in shards}
     known = kept.stacks_in(self.gathers.kept, stacks)
+    outer = {key: near for key, near in self.gathers.kept.items() if key.depth > 0}
+    counters = counting(layout, eqn, uniform.jaxpr)
     near_kept: kept.Kept = {}
     kept_whole = self.keep(shards)
     rebuilt: list[Restacked | None] = []
@@ -209,7 +223,8 @@ def _scan(
         slices = dict(zip(stacks, shard_slices, strict=True))
         args = [lazy.slice_of(x, slices) if s else p for x, s, p in zip(xs, staying, plain_xs, strict=True)]
         inner = self.within({path: fed[path].layer(errors[path], index) for path in fed})
-        inner.gathers.kept = kept.sliced(known, near_slices, slices)
+        inner.gathers.kept = outer | kept.sliced(known, near_slices, slices)
+        inner.counters, inner.length = counters, layout.length
         before = dict(inner.gathers.kept)
         for shard, whole in zip(shards, whole_slices, strict=False):
             inner.gathers.have(lazy.Shard(slices[id(shard.array)], shard.placement, shard.dtype, ""), whole)

@@ -2,7 +2,8 @@
 
 The first gather of a shard leaves its near shard behind: within a node, no later gather of the same parameter
 needs the network. Layers in a loop leave theirs stack by stack: the forward loop gives a stack of near shards
-out, which the backward loop takes in. Nothing outlives the step, so nothing can be stale. With the params off the
+out, which the backward loop takes in. A loop that takes all layers of a stack by index, in their order, leaves what one
+over the stack would. Nothing outlives the step, so nothing can be stale. With the params off the
 device near shards wait in host memory, and come to the device where they are gathered.
 """
 
@@ -13,7 +14,8 @@ from typing import NamedTuple
 
 import jax
 
-from zeroj.gather.lazy import Shard
+from zeroj.collectives import plain
+from zeroj.gather.lazy import Layer, Shard
 
 
 class Key(NamedTuple):
@@ -32,6 +34,20 @@ class Near(NamedTuple):
 
 
 Kept = dict[Key, Near]
+
+
+def near_of(kept: Kept, shard: Shard) -> jax.Array | None:
+    """The near shard of ``shard``, or that of its layer in a stack whose near shards are there; None: neither."""
+    found = kept.get(Key(id(shard.array), str(shard.dtype)))
+    if found is not None:
+        return found.value
+    layer = shard.layer
+    if layer is None or not layer.alone:
+        return None
+    stack = kept.get(Key(id(layer.stack.array), str(shard.dtype), 1))
+    if stack is None:
+        return None
+    return plain.here(jax.lax.dynamic_index_in_dim(stack.value, layer.index, keepdims=False))
 
 
 def stacks_in(kept: Kept, stacks: Mapping[int, Shard]) -> Kept:
@@ -62,7 +78,8 @@ def stacked(inside: Kept, before: Kept, origin: Mapping[int, Shard], made: Seque
         origin: id of a slice -> the stack that it was cut from.
         made: shards that the iteration made itself and gives out (``p[i]``): the loop will stack them.
     """
-    belongs = {id(shard.array): shard for shard in made} | dict(origin)
+    layers = {key.array: layer.stack for key, near in inside.items() if (layer := _in_turn(near.shard))}
+    belongs = layers | {id(shard.array): shard for shard in made} | dict(origin)
     new = {key: near for key, near in inside.items() if key not in before and key.array in belongs}
     return {
         Key(id(belongs[key.array].array), key.dtype, key.depth + 1): Near(belongs[key.array], near.value)
@@ -82,4 +99,12 @@ def with_values(kept: Kept, values: Sequence[jax.Array], stacks: Mapping[int, Sh
     for (key, near), value in zip(kept.items(), values, strict=True):
         shard = stacks.get(key.array, near.shard)
         found[key._replace(array=id(shard.array))] = Near(shard, value)
+        layer = _in_turn(near.shard)
+        if layer is not None:  # the stack that they come from has them, too
+            found[key._replace(array=id(layer.stack.array))] = Near(layer.stack, value)
     return found
+
+
+def _in_turn(shard: Shard) -> Layer | None:
+    """Which layer a shard is, if the loop that makes it makes those of a whole stack."""
+    return shard.layer if shard.layer and shard.layer.alone and shard.layer.in_turn else None

@@ -322,6 +322,43 @@ def test_all_three_with_params_and_state_in_host_memory_are_the_same() -> None:
     assert max(apart.values()) <= 1e-6, apart
 
 
+def together(plan: zj.Plan, other: zj.Plan, data: list[Any], folder: Any) -> tuple[list[float], Any]:
+    """Losses of a run that is saved in the middle, its last update skipped, and goes on under another plan."""
+    loss, losses = functools.partial(loss_fn, remat=True), []
+    state = zj.init_state(first_params(stacked=True), TX, plan)
+    for number, batch in enumerate(data):
+        if number in (0, len(data) // 2):
+            if number:
+                with zj.Checkpointer(folder) as checkpoints:
+                    checkpoints.save(state, plan, wait=True)
+                    state, _ = checkpoints.restore(other)
+            step = zj.make_train_step(loss, TX, other if number else plan, 2, clip_norm=0.5)
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert int(state.skipped) == 1
+    return losses, state
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The errors of quantised gradients")
+def test_everything_together_learns_as_plain_stage_3(tmp_path: Any) -> None:
+    """All of ZeRO++, LoCo, offload, bf16, remat, micro-batches, clipping, a frozen leaf; then on another mesh."""
+    params, ends = first_params(stacked=True), []
+    (first, *_), loco = batches(1), {"zeropp_loco_param": {}}
+    data = [first] * 12
+    data[5] = first | {"by": np.full_like(first["by"], np.inf)}
+    for name, zero, moved in (("plain", {}, {}), ("all", ALL | AWAY | loco, {"zero_hpz_partition_size": 2})):
+        plan = plan_of(params, precision="bf16", **zero)
+        other = plan_of(params, zj.make_mesh(node=4, local=2), precision="bf16", **(zero | moved))
+        losses, state = together(plan, other, data, tmp_path / name)
+        whole = zj.full_params(state, other)
+        np.testing.assert_array_equal(
+            whole["frozen"], params["frozen"].astype(jnp.bfloat16).astype(np.float32)
+        )
+        ends.append(losses)
+    assert ends[1][-1] == pytest.approx(ends[0][-1], rel=0.05) and ends[1][-1] < 0.95 * ends[1][0], ends
+
+
 @pytest.mark.slow
 def test_mics_is_plain_stage_3_in_groups() -> None:
     """Groups of four hold all of the state; four micro-batches, then one sum over the groups."""

@@ -231,11 +231,13 @@ class _Walk:
         over = eqn.params.get("axis_name", ())
         axes = (over,) if isinstance(over, str) else tuple(over)
         number = len(places)
-        if origin.gathered and id(origin) not in self.begun:  # the second half of a gather
-            self.begun[id(origin)] = origin  # whose first half may have left something for others
+        if origin.gathered and id(origin) not in self.begun:
+            # The second half of a gather; what the first half gave may serve others later.
+            self.begun[id(origin)] = origin
             axes, number = (*origin.axes, *axes), origin.place
+            places.pop(number)
         line, size = _compat.source_line(eqn), math.prod(out.aval.shape)
-        places[number:] = [Gathering(line, out.aval.dtype, size, times, feeds, axes), *places[number + 1 :]]
+        places.insert(number, Gathering(line, out.aval.dtype, size, times, feeds, axes))
         return Origin(origin.path, True, axes, number)
 
     def _splits(self, eqn: _compat.Eqn) -> bool:

@@ -99,8 +99,8 @@ def with_values(kept: Kept, values: Sequence[jax.Array], stacks: Mapping[int, Sh
     for (key, near), value in zip(kept.items(), values, strict=True):
         shard = stacks.get(key.array, near.shard)
         found[key._replace(array=id(shard.array))] = Near(shard, value)
-        layer = _in_turn(near.shard)
-        if layer is not None:  # the stack that they come from has them, too
+        layer = _in_turn(near.shard) if key.array in stacks else None
+        if layer is not None:  # what the iterations gave out is a stack of its own; theirs has them, too
             found[key._replace(array=id(layer.stack.array))] = Near(layer.stack, value)
     return found
 

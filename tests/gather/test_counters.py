@@ -43,4 +43,4 @@ def test_an_index_is_seen_to_count_or_not(loop: Callable[..., Any], seen: bool) 
     (eqn,) = (e for e in program.eqns if e.primitive.name == "scan")
     layout = _compat.scan_layout(eqn)
     (taken,) = (e for e in layout.body.jaxpr.eqns if e.primitive.name == "dynamic_slice")
-    assert (taken.invars[1] in counting(layout, eqn, program)) is seen
+    assert counting(layout, eqn, program).takes_all(taken.invars[1], LAYERS) is seen

@@ -7,7 +7,7 @@ whole stack, as if the loop ran over ``p`` itself. So any later ``p[j]`` can sta
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,7 +27,18 @@ ARITHMETIC: Mapping[str, Callable[..., Any]] = {
 }
 
 
-def counting(layout: _compat.ScanLayout, eqn: _compat.Eqn, around: _compat.Jaxpr) -> frozenset[Any]:
+class Counted(NamedTuple):
+    """Variables of a loop's body that count its iterations from 0, and how many there are."""
+
+    variables: frozenset[Any] = frozenset()
+    length: int = 0
+
+    def takes_all(self, index: Any, layers: int) -> bool:
+        """Whether the loop takes each of so many layers in turn by this index."""
+        return layers == self.length and not isinstance(index, _compat.Literal) and index in self.variables
+
+
+def counting(layout: _compat.ScanLayout, eqn: _compat.Eqn, around: _compat.Jaxpr) -> Counted:
     """The variables of a scan's body whose values are 0, 1, 2, ... in the order in which outputs are stacked.
 
     Args:
@@ -36,7 +47,7 @@ def counting(layout: _compat.ScanLayout, eqn: _compat.Eqn, around: _compat.Jaxpr
         around: the program that it stands in.
     """
     if layout.reverse:
-        return frozenset()
+        return Counted()
     steps = np.arange(layout.length)
     body = layout.body.jaxpr
     values: dict[Any, Any] = {}
@@ -52,13 +63,14 @@ def counting(layout: _compat.ScanLayout, eqn: _compat.Eqn, around: _compat.Jaxpr
         if source is not None and source.primitive.name == "iota" and given.aval.shape == steps.shape:
             values[var] = steps
     if not values:
-        return frozenset()
+        return Counted()
     for inner in body.eqns:
         operands = [_value(v, values) for v in inner.invars]
         act = ARITHMETIC.get(inner.primitive.name)
         if act is not None and len(inner.outvars) == 1 and all(x is not None for x in operands):
             values[inner.outvars[0]] = act(*operands)
-    return frozenset(v for v, x in values.items() if x is not None and np.array_equal(x, steps))
+    found = frozenset(v for v, x in values.items() if x is not None and np.array_equal(x, steps))
+    return Counted(found, layout.length)
 
 
 def _value(atom: Any, values: Mapping[Any, Any]) -> Any:

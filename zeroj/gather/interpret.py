@@ -19,12 +19,13 @@ import jax.numpy as jnp
 from zeroj import _compat
 from zeroj.collectives.quantized import Feedback, put_layer
 from zeroj.gather import kept, lazy
-from zeroj.gather.counters import counting
+from zeroj.gather.counters import Counted, counting
 from zeroj.gather.reductions import Reduction, ReductionPlan, Reductions, is_zero, place_reductions
 from zeroj.gather.regions import NotAlike, Operands, Regions
 from zeroj.gather.stacks import Restacked, made_by, only_sliced, restack, stacks_of, warn_whole
 from zeroj.gather.tokens import Gather, Gathers, Tokens
 from zeroj.gather.uniform import Uniform
+from zeroj.gather.uses import in_order_of_use, last_uses
 
 
 class Interpreter:
@@ -46,13 +47,13 @@ class Interpreter:
         self.gathers = Gathers(gather, bucket, reuse)
         self.regions = Regions()
         self.errors: dict[str, Feedback] = {}
-        self.counters: frozenset[Any] = frozenset()
-        self.length = 0
+        self.counted = Counted()
 
-    def within(self, errors: dict[str, Feedback]) -> Interpreter:
-        """The interpreter of one iteration of a loop."""
+    def within(self, errors: dict[str, Feedback], near: kept.Kept, counted: Counted) -> Interpreter:
+        """The interpreter of one iteration of a loop, with what is kept of gathers before it."""
         inner = Interpreter(self.gather, self.bucket, self.reuse, self.max_live)
         inner.regions, inner.errors = self.regions, errors
+        inner.counted, inner.gathers.kept = counted, near
         inner.gathers.free_start = True
         return inner
 
@@ -84,7 +85,7 @@ class Interpreter:
         def read(atom: Any) -> Any:
             return atom.val if isinstance(atom, _compat.Literal) else env[atom]
 
-        last = _last_uses(jaxpr)
+        last = last_uses(jaxpr)
         for index, eqn in enumerate(jaxpr.eqns):
             outs = self._equation(eqn, [read(v) for v in eqn.invars], reductions)
             for var, out in zip(eqn.outvars, outs, strict=True):
@@ -156,9 +157,7 @@ class Interpreter:
     def _in_turn(self, eqn: _compat.Eqn, shard: lazy.Shard) -> lazy.Shard:
         """The shard; marked, if it is a layer of a stack all of whose layers this loop takes, in their order."""
         layer = shard.layer
-        at = eqn.invars[1]
-        counted = not isinstance(at, _compat.Literal) and at in self.counters
-        if layer is None or not counted or self.length != layer.stack.shape[0]:
+        if layer is None or not self.counted.takes_all(eqn.invars[1], layer.stack.shape[0]):
             return shard
         return replace(shard, layer=replace(layer, in_turn=True))
 
@@ -212,7 +211,7 @@ def _scan(
     stacks = {id(s.array): s for s in shards}
     known = kept.stacks_in(self.gathers.kept, stacks)
     outer = {key: near for key, near in self.gathers.kept.items() if key.depth > 0}
-    counters = counting(layout, eqn, uniform.jaxpr)
+    counted = counting(layout, eqn, uniform.jaxpr)
     near_kept: kept.Kept = {}
     kept_whole = self.keep(shards)
     rebuilt: list[Restacked | None] = []
@@ -222,10 +221,9 @@ def _scan(
         (carry, errors), (plain_xs, shard_slices, whole_slices, near_slices, index) = carried, sliced
         slices = dict(zip(stacks, shard_slices, strict=True))
         args = [lazy.slice_of(x, slices) if s else p for x, s, p in zip(xs, staying, plain_xs, strict=True)]
-        inner = self.within({path: fed[path].layer(errors[path], index) for path in fed})
-        inner.gathers.kept = outer | kept.sliced(known, near_slices, slices)
-        inner.counters, inner.length = counters, layout.length
-        before = dict(inner.gathers.kept)
+        before = outer | kept.sliced(known, near_slices, slices)
+        given = {path: fed[path].layer(errors[path], index) for path in fed}
+        inner = self.within(given, dict(before), counted)
         for shard, whole in zip(shards, whole_slices, strict=False):
             inner.gathers.have(lazy.Shard(slices[id(shard.array)], shard.placement, shard.dtype, ""), whole)
         sums = [v for v, r in zip(layout.body.jaxpr.invars[nc : nc + nk], wanted, strict=False) if r]
@@ -297,7 +295,7 @@ def _recomputed(
     called = _compat.called_program(eqn)
     assert called is not None
     operands = list(operands)
-    self.gathers.enter_region(_in_order_of_use(called.jaxpr, operands), self.max_live)
+    self.gathers.enter_region(in_order_of_use(called.jaxpr, operands), self.max_live)
     if eqn.params.get("differentiated"):
         at_hand = [i for i, v in enumerate(operands) if isinstance(v, jax.Array)]
         held = self.gathers.hold([operands[i] for i in at_hand])
@@ -311,21 +309,6 @@ def _recomputed(
     for i, value in zip(onward, self.gathers.after_gradients([outs[i] for i in onward]), strict=True):
         outs[i] = value
     return outs
-
-
-def _in_order_of_use(jaxpr: _compat.Jaxpr, operands: Sequence[Any]) -> list[lazy.Shard]:
-    """The shards among a program's inputs, each once, by the first equation that reads them."""
-    of = {v: lazy.shards_of(value) for v, value in zip(jaxpr.invars, operands, strict=True)}
-    made_of: dict[Any, list[lazy.Shard]] = {v: shards for v, shards in of.items() if shards}
-    found: dict[lazy.Shard, None] = {}
-    for eqn in jaxpr.eqns:
-        read = [made_of[v] for v in eqn.invars if not isinstance(v, _compat.Literal) and v in made_of]
-        if read and len(read) == len(eqn.invars):  # of params alone: it waits for its own use
-            made_of |= {v: [s for shards in read for s in shards] for v in eqn.outvars}
-            continue
-        found |= {shard: None for shards in read for shard in shards}
-    found |= {shard: None for shards in of.values() for shard in shards}
-    return list(found)
 
 
 def _whole_first(
@@ -350,15 +333,3 @@ def _params_alone(eqn: _compat.Eqn, operands: list[Any]) -> bool:
     """Whether the result depends on parameters and literals alone, so that it can wait for its use."""
     literal = [isinstance(v, _compat.Literal) for v in eqn.invars]
     return not eqn.effects and all(lazy.is_lazy(v) or lit for v, lit in zip(operands, literal, strict=True))
-
-
-def _last_uses(jaxpr: _compat.Jaxpr) -> dict[int, list[Any]]:
-    """Equation index -> variables that nothing reads after it."""
-    seen = {v for v in jaxpr.outvars if not isinstance(v, _compat.Literal)}
-    last: dict[int, list[Any]] = {}
-    for index in range(len(jaxpr.eqns) - 1, -1, -1):
-        for var in jaxpr.eqns[index].invars:
-            if not isinstance(var, _compat.Literal) and var not in seen:
-                seen.add(var)
-                last.setdefault(index, []).append(var)
-    return last

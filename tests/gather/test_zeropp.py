@@ -205,6 +205,7 @@ def test_an_order_that_is_not_seen_crosses_the_network_again() -> None:
     step = zj.make_train_step(loss, TX, plan)
     found = zj.explain(step, plan, zj.abstract_state(TX, plan), batches(1)[0])
     assert found.across("blocks/up") == 2 and found.across("tokens") == 1
+    assert "stays whole" not in str(found)  # layer by layer all the same
 
 
 def gradient(precision: str = "fp32", stacked: bool = True, **zero: Any) -> tuple[float, Any]:

@@ -290,12 +290,14 @@ def _recomputed(
     """Walks such a region.
 
     Its activations go behind a barrier, as JAX itself does, or XLA would keep the forward's results instead.
-    Within the region a gathered parameter serves the recomputation and the backward alike.
+    Within the region a gathered parameter serves the recomputation and the backward alike. A stack of which it takes
+    layers by index is gathered layer by layer, where they are used.
     """
     called = _compat.called_program(eqn)
     assert called is not None
     operands = list(operands)
-    self.gathers.enter_region(in_order_of_use(called.jaxpr, operands), self.max_live)
+    whole = [None if only_sliced(uniform, i, x) else x for i, x in enumerate(operands)]
+    self.gathers.enter_region(in_order_of_use(called.jaxpr, whole), self.max_live)
     if eqn.params.get("differentiated"):
         at_hand = [i for i, v in enumerate(operands) if isinstance(v, jax.Array)]
         held = self.gathers.hold([operands[i] for i in at_hand])

@@ -76,28 +76,33 @@ def stacks_of(
     }
 
 
-def only_sliced(body: Uniform, index: int, value: Any) -> bool:
-    """Whether a loop's body takes nothing but smaller slices of a constant, the same ones on every device.
+def only_sliced(program: Uniform, index: int, value: Any) -> bool:
+    """Whether a program takes nothing but smaller slices of an input, the same ones on every device.
 
     Args:
-        body: the body, with its uniform values.
-        index: of the constant.
+        program: a loop's body, or a region, with its uniform values.
+        index: of the input.
         value: what is passed for it.
     """
-    if not isinstance(value, lazy.Shard):
-        return False
-    var = body.jaxpr.invars[index]
+    return isinstance(value, lazy.Shard) and _only_sliced(program, program.jaxpr.invars[index], value)
 
+
+def _only_sliced(program: Uniform, var: Any, value: lazy.Shard) -> bool:
     def slices(eqn: _compat.Eqn) -> bool:
-        if eqn.primitive.name != "dynamic_slice" or not all(v in body for v in eqn.invars[1:]):
+        called = _compat.called_program(eqn)
+        if called is not None:
+            inner = program.of_call(eqn, called.jaxpr)
+            within = [v for v, given in zip(called.jaxpr.invars, eqn.invars, strict=True) if given is var]
+            return all(_only_sliced(inner, v, value) for v in within)
+        if eqn.primitive.name != "dynamic_slice" or not all(v in program for v in eqn.invars[1:]):
             return False
         shape = eqn.outvars[0].aval.shape
         if value.placement.wire.stored and not (value.layered and shape[1:] == value.shape[1:]):
             return False
         return math.prod(shape) < value.size and value.placement.resized(shape) is not None
 
-    users = [eqn for eqn in body.jaxpr.eqns if any(v is var for v in eqn.invars)]
-    return all(v is not var for v in body.jaxpr.outvars) and all(map(slices, users))
+    users = [eqn for eqn in program.jaxpr.eqns if any(v is var for v in eqn.invars)]
+    return all(v is not var for v in program.jaxpr.outvars) and all(map(slices, users))
 
 
 def warn_whole(stacks: list[Any], eqn: _compat.Eqn) -> None:

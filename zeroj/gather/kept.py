@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 
 from zeroj.collectives import plain
-from zeroj.gather.lazy import Layer, Shard
+from zeroj.gather.lazy import Shard
 
 
 class Key(NamedTuple):
@@ -76,9 +76,10 @@ def stacked(inside: Kept, before: Kept, origin: Mapping[int, Shard], made: Seque
         inside: what was kept at the iteration's end.
         before: what was kept at its start.
         origin: id of a slice -> the stack that it was cut from.
-        made: shards that the iteration made itself and gives out (``p[i]``): the loop will stack them.
+        made: shards that the iteration made itself and gives out (``p[i]``, ``i`` of no order that is seen): the loop
+            will stack them.
     """
-    layers = {key.array: layer.stack for key, near in inside.items() if (layer := _in_turn(near.shard))}
+    layers = {key.array: stack for key, near in inside.items() if (stack := near.shard.stack)}
     belongs = layers | {id(shard.array): shard for shard in made} | dict(origin)
     new = {key: near for key, near in inside.items() if key not in before and key.array in belongs}
     return {
@@ -99,12 +100,4 @@ def with_values(kept: Kept, values: Sequence[jax.Array], stacks: Mapping[int, Sh
     for (key, near), value in zip(kept.items(), values, strict=True):
         shard = stacks.get(key.array, near.shard)
         found[key._replace(array=id(shard.array))] = Near(shard, value)
-        layer = _in_turn(near.shard) if key.array in stacks else None
-        if layer is not None:  # what the iterations gave out is a stack of its own; theirs has them, too
-            found[key._replace(array=id(layer.stack.array))] = Near(layer.stack, value)
     return found
-
-
-def _in_turn(shard: Shard) -> Layer | None:
-    """Which layer a shard is, if the loop that makes it makes those of a whole stack."""
-    return shard.layer if shard.layer and shard.layer.alone and shard.layer.in_turn else None

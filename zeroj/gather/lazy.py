@@ -59,6 +59,12 @@ class Shard:
         return self.placement.shape
 
     @property
+    def stack(self) -> Shard | None:
+        """The stack that this is a layer of, where the loop around takes all of its layers in their order."""
+        layer = self.layer
+        return layer.stack if layer and layer.alone and layer.in_turn else None
+
+    @property
     def layered(self) -> bool:
         """Whether the array has the whole's first dim: one that is stored as bytes may have none but theirs."""
         return not self.placement.wire.stored or self.array.ndim > 1

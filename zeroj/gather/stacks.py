@@ -21,7 +21,7 @@ class Restacked:
 
     Attributes:
         value: the lazy value of one iteration.
-        known: shard of the body -> the stack outside that it is a slice of.
+        known: shard of the body -> the stack outside that it is a slice of, be it by index.
         made: shards that the body itself made; the loop stacks their arrays.
     """
 
@@ -51,13 +51,10 @@ def restack(out: Any, origin: Mapping[int, lazy.Shard], outside: Collection[int]
     shards = lazy.shards_of(out)
     if not shards or any(id(s.array) in outside for s in shards):
         return None
-    if any(s.placement.wire.stored and id(s.array) not in origin for s in shards):
+    outer = {s: origin.get(id(s.array), s.stack) for s in shards}
+    if any(s.placement.wire.stored and outer[s] is None for s in shards):
         return None  # bytes that the body cut anew have no place in a stack
-    known: dict[lazy.Shard, lazy.Shard] = {}
-    for shard in shards:
-        if id(shard.array) in origin:
-            outer = origin[id(shard.array)]
-            known[shard] = lazy.Shard(outer.array, outer.placement, shard.dtype, shard.path)
+    known = {s: lazy.Shard(o.array, o.placement, s.dtype, s.path) for s, o in outer.items() if o is not None}
     return Restacked(out, known, tuple(shard for shard in shards if shard not in known))
 
 

@@ -173,7 +173,8 @@ def test_with_params_in_host_memory_so_is_the_second_shard(form: str) -> None:
     here, there = (case.report.device.temporary for case in (found, plain))
     assert here - there < 4 * planned / SHAPE.layers
     extra = found.report.host.temporary - plain.report.host.temporary
-    assert extra == pytest.approx(planned, rel=0.02)
+    waiting = plain.plan.memory().host["grads"] // 8  # gradients take the place of shards that are done with
+    assert planned - waiting <= extra <= 1.02 * planned
     moved, before = (host_copies(f"{name}, params") for name in (form, "plain"))
     params = found.plan.memory().host["params"] // 8
     assert moved["d2h"] - before["d2h"] == pytest.approx(planned, rel=0.02)

@@ -21,6 +21,9 @@ HPZ = {"zero_hpz_partition_size": 8}
 QWZ, QGZ = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
 FORMS: dict[str, Any] = {"plain": {}, "hpZ": HPZ, "qwZ": QWZ, "all": HPZ | QWZ | QGZ}
 FORMS["LoCo"] = FORMS["all"] | {"zeropp_loco_param": {}}
+OPTIMIZER, PARAM = {"offload_optimizer": {"device": "cpu"}}, {"offload_param": {"device": "cpu"}}
+FORMS["all, optimizer"], FORMS["LoCo, optimizer"] = FORMS["all"] | OPTIMIZER, FORMS["LoCo"] | OPTIMIZER
+FORMS |= {f"{form}, params": FORMS[form] | OPTIMIZER | PARAM for form in ("plain", "hpZ", "all")}
 WEIGHTS = 2 * 12 * SHAPE.width**2 * SHAPE.layers
 """Bytes of all matrices in bf16."""
 
@@ -130,3 +133,54 @@ def test_loco_sends_no_more_and_keeps_its_errors_in_place() -> None:
     plain, fed = compiled("all").report.device, compiled("LoCo").report.device
     assert fed.arguments - plain.arguments == pytest.approx(planned, rel=1e-3)
     assert fed.temporary - plain.temporary < planned / SHAPE.layers
+
+
+def host_copies(form: str) -> dict[str, int]:
+    found = dict.fromkeys(("h2d", "d2h"), 0)
+    for copy in compiled(form).report.copies:
+        found[copy.direction] += copy.nbytes * copy.times
+    return found
+
+
+def test_loco_in_host_memory_takes_none_of_the_device() -> None:
+    """Each buffer is read once and written once, layer by layer, in place: the host has no second copy either."""
+    plain, fed = compiled("all, optimizer"), compiled("LoCo, optimizer")
+    planned = fed.plan.memory().host["errors"] // 8
+    assert planned == pytest.approx(WEIGHTS * (1 + 1 / 8), rel=1e-3)
+    assert "errors" not in fed.plan.memory().device
+    host = fed.report.host
+    assert host.arguments - plain.report.host.arguments == pytest.approx(planned, rel=1e-3)
+    assert host.aliased == host.arguments == host.outputs and host.temporary == plain.report.host.temporary
+    assert fed.report.device.arguments - plain.report.device.arguments <= 64  # the flag beside them
+    assert fed.report.device.temporary - plain.report.device.temporary < 2 * planned / SHAPE.layers
+    moved, before = host_copies("LoCo, optimizer"), host_copies("all, optimizer")
+    assert {d: moved[d] - before[d] for d in moved} == {"h2d": planned, "d2h": planned}
+    assert all(copy.asynchronous for copy in fed.report.copies)
+
+
+@pytest.mark.parametrize("form", ["hpZ", pytest.param("all", marks=pytest.mark.full)])
+def test_with_params_in_host_memory_so_is_the_second_shard(form: str) -> None:
+    """Written once and read once, layer by layer; of it the device has no more than the layers at hand. Under qwZ int8.
+
+    The backward pass gathers within the node alone, from it: the params themselves cross the link once less.
+    """
+    plain, found = compiled("plain, params"), compiled(f"{form}, params")
+    planned = found.plan.memory().host["secondary"] // 8
+    assert planned == pytest.approx(
+        2 * SHAPE.count / 8 / (1 if form == "hpZ" else 2 / (1 + 4 / 256)), rel=0.01
+    )
+    assert found.plan.memory().device["secondary"] <= planned / 100  # the norms' scales
+    here, there = (case.report.device.temporary for case in (found, plain))
+    assert here - there < 4 * planned / SHAPE.layers
+    extra = found.report.host.temporary - plain.report.host.temporary
+    waiting = plain.plan.memory().host["grads"] // 8  # gradients take the place of shards that are done with
+    assert planned - waiting <= extra <= 1.02 * planned
+    moved, before = (host_copies(f"{name}, params") for name in (form, "plain"))
+    params = found.plan.memory().host["params"] // 8
+    assert moved["d2h"] - before["d2h"] == pytest.approx(planned, rel=0.02)
+    assert moved["h2d"] - before["h2d"] == pytest.approx(planned - params, rel=0.02)
+    assert all(copy.asynchronous for copy in found.report.copies)
+    assert '_xla_compute_type="host"' not in found.report.hlo
+    gathers = large(f"{form}, params", "all-gather")
+    assert {(c.group_size, c.nodes) for c in gathers} == {(8, 8), (8, 1)}
+    assert not [c for c in gathers if c.reach == "inter" and "transpose" in c.source]

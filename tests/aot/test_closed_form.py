@@ -117,6 +117,8 @@ def test_zeropp_sends_a_quarter_across_nodes() -> None:
     assert plain.inter == pytest.approx(3 * 2e9 * 63 / 64 / 8)
     assert plain.inter / zeropp.inter == pytest.approx(3 * 63 / 64 / (0.75 * 7 / 8))  # 4.5
     assert zeropp.parts["secondary"] == 10**9 // 8
+    away, flat = (need(Choice(3, params="cpu", zeropp=flag), sizes) for flag in (True, False))
+    assert away.parts["secondary"] == 0 and away.host - flat.host == 10**9  # an eighth for each of eight GPUs
 
 
 def test_the_published_speed_of_zeropp_on_384_v100s() -> None:

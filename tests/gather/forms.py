@@ -205,6 +205,20 @@ def fori_loop_slices() -> Form:
 
 
 @form
+def fori_loop_slices_remat() -> Form:
+    """The stack is handed on by the loop's body, to a region and a call, which take a layer of it by index."""
+
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        @jax.checkpoint
+        def body(i: Any, c: jax.Array) -> jax.Array:
+            return block(c, jax.jit(lambda p, i: jax.tree.map(lambda w: w[i], p))(p, i))
+
+        return square(jax.lax.fori_loop(0, L, body, x))
+
+    return stack(L), loss, data()
+
+
+@form
 def while_forward_only() -> Form:
     def loss(p: Any, x: jax.Array) -> jax.Array:
         def body(s: Any) -> Any:

@@ -23,7 +23,7 @@ def explained(params: Any, loss_fn: Any, batch: Any, over: str = "device", **zer
     return zj.explain(step, plan, zj.abstract_state(TX, plan), batch)
 
 
-@pytest.mark.parametrize("name", ["scan_remat", "fori_loop_slices"])
+@pytest.mark.parametrize("name", ["scan_remat", "fori_loop_slices", "fori_loop_slices_remat"])
 @pytest.mark.parametrize("over", ["device", "global"])
 def test_layers_in_a_loop_are_gathered_slice_by_slice_forward_and_backward(name: str, over: str) -> None:
     found = explained(*FORMS[name](), over)

@@ -194,3 +194,5 @@ def test_versions_that_are_known_to_be_wrong_on_gpus_are_refused() -> None:
     for version in ((0, 10, 2), (0, 11, 0)):
         with pytest.raises(zj.PlanError, match="wrong gradients on GPUs"):
             residual_check.refuse_known(version)
+        with pytest.raises(zj.PlanError, match="hpZ with offload_param .* wrong gradients on GPUs"):
+            residual_check.refuse_known(version, residual_check.NEAR)

@@ -118,17 +118,23 @@ def story(stacked: bool, remat: bool, folder: Any, **zero: Any) -> dict[str, np.
     return {"seen": np.asarray(jax.device_get(seen)), "params": whole}
 
 
+AWAY: dict[str, Any] = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stacked", "remat"),
+    ("stacked", "remat", "away"),
     [
-        pytest.param(True, True, id="scan-remat"),
-        pytest.param(False, False, id="unrolled", marks=pytest.mark.full),
+        pytest.param(True, True, {}, id="scan-remat"),
+        pytest.param(True, True, AWAY, id="scan-remat-offload"),
+        pytest.param(False, False, {}, id="unrolled", marks=pytest.mark.full),
+        pytest.param(False, True, AWAY, id="unrolled-remat-offload", marks=pytest.mark.full),
     ],
 )
-def test_hpz_is_plain_stage_3_at_every_step(stacked: bool, remat: bool, tmp_path: Any) -> None:
+def test_hpz_is_plain_stage_3_at_every_step(stacked: bool, remat: bool, away: Any, tmp_path: Any) -> None:
+    """Plain stage 3 on the device: with offload the second shards wait in host memory."""
     wanted = story(stacked, remat, tmp_path / "plain")
-    found = story(stacked, remat, tmp_path / "hpz", **HPZ)
+    found = story(stacked, remat, tmp_path / "hpz", **HPZ, **away)
     finite = np.isfinite(wanted["seen"])
     assert not finite[5, 0] and finite[:, 2].all() and (wanted["seen"][finite] != 0).sum() >= 25
     np.testing.assert_array_equal(np.isfinite(found["seen"]), finite)
@@ -136,30 +142,69 @@ def test_hpz_is_plain_stage_3_at_every_step(stacked: bool, remat: bool, tmp_path
     assert oracle.distance(found["params"], wanted["params"]) <= 1e-6
 
 
-def by_index(params: Any, batch: Any) -> jax.Array:
+def by_index(params: Any, batch: Any, remat: bool = False, over: str = "fori") -> jax.Array:
     """The layers are taken out of their stacks by index, in a loop."""
     blocks = params["blocks"]
 
     def layer(i: Any, x: jax.Array) -> jax.Array:
         return x + jnp.tanh(x @ blocks["up"][i] + blocks["bias"][i]) @ blocks["down"][i]
 
-    x = jax.lax.fori_loop(0, LAYERS, layer, params["tokens"][batch["x"]] @ params["frozen"])
+    one = jax.checkpoint(layer) if remat else layer
+    x = params["tokens"][batch["x"]] @ params["frozen"]
+    if over == "fori":
+        x = jax.lax.fori_loop(0, LAYERS, one, x)
+    else:
+        order = jnp.arange(LAYERS) if over == "scan" else jnp.array([2, 0, 1])
+        x = jax.lax.scan(lambda x, i: (one(i, x), None), x, order)[0]
     logits = (x @ params["tokens"].T).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
 
 
-def test_hpz_keeps_layers_that_a_loop_takes_by_index() -> None:
-    """Each of the five params crosses the network once; the backward loop gathers in the node alone."""
+@pytest.mark.parametrize("remat", [False, True])
+def test_hpz_keeps_layers_that_a_loop_takes_by_index(remat: bool) -> None:
+    """The backward loop takes what the forward loop left, under ``jax.checkpoint`` by an index of its own."""
     params, runs = first_params(stacked=True), []
+    loss = functools.partial(by_index, remat=remat)
     for zero in ({}, HPZ):
         plan = plan_of(params, **zero)
-        runs.append(oracle.train(oracle.Model(by_index, params, batches(2)), TX, plan, accumulation=2))
+        runs.append(oracle.train(oracle.Model(loss, params, batches(2)), TX, plan, accumulation=2))
     apart = oracle.run_distances(runs[1], runs[0])
     assert max(apart.values()) <= 1e-6, apart
-    step = zj.make_train_step(by_index, TX, plan)
-    program = str(step.trace(zj.abstract_state(TX, plan), batches(1)[0]).jaxpr)
-    assert len(re.findall(r"all_gather\[[^\]]*?axis_name=\('node',\)", program)) == 5
-    assert len(re.findall(r"all_gather\[[^\]]*?axis_name=\('local',\)", program)) == 7
+
+
+@pytest.mark.parametrize(
+    ("remat", "over", "away"),
+    [
+        (False, "fori", {}),
+        (True, "fori", {}),
+        (True, "scan", {}),
+        (True, "fori", {"offload_param": {"device": "cpu"}}),
+    ],
+)
+def test_by_index_each_param_crosses_the_network_once(remat: bool, over: str, away: Any) -> None:
+    """In a step of two micro-batches too; ``zj.explain`` says so, param by param."""
+    params = first_params(stacked=True)
+    loss, plan = functools.partial(by_index, remat=remat, over=over), plan_of(params, **HPZ, **away)
+    for accumulation in (1, 2):
+        step = zj.make_train_step(loss, TX, plan, accumulation)
+        state = zj.abstract_state(TX, plan)
+        program = str(step.trace(state, batches(1)[0]).jaxpr)
+        assert len(re.findall(r"all_gather\[[^\]]*?axis_name=\('node',\)", program)) == 5
+        found = zj.explain(step, plan, state, batches(1)[0], micro_batches=accumulation)
+        across = [found.across(leaf.path) for leaf in plan.leaves]
+        assert across == pytest.approx([1] * 5, rel=0.05), found  # padding of the bias included
+        assert found.times("blocks/up") == found.times("blocks/down") == 2 * accumulation
+    assert "3 x 0.333 of it as float32 over local, at" in str(found)
+
+
+def test_an_order_that_is_not_seen_crosses_the_network_again() -> None:
+    """Right, and dearer: the backward pass of layers that are taken in an order of the program's own."""
+    params = first_params(stacked=True)
+    loss, plan = functools.partial(by_index, remat=True, over="order"), plan_of(params, **HPZ)
+    step = zj.make_train_step(loss, TX, plan)
+    found = zj.explain(step, plan, zj.abstract_state(TX, plan), batches(1)[0])
+    assert found.across("blocks/up") == 2 and found.across("tokens") == 1
+    assert "stays whole" not in str(found)  # layer by layer all the same
 
 
 def gradient(precision: str = "fp32", stacked: bool = True, **zero: Any) -> tuple[float, Any]:
@@ -269,13 +314,49 @@ def test_all_three_train_in_half_precision_with_accumulation_and_clipping(precis
 def test_all_three_with_params_and_state_in_host_memory_are_the_same() -> None:
     """Offload moves bytes, not values: the quantised steps are those of the device."""
     params = first_params(stacked=True)
-    away: dict[str, Any] = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
     runs = [
         oracle.train(oracle.Model(loss_fn, params, batches(4)), TX, plan_of(params, **zero), accumulation=2)
-        for zero in (ALL, ALL | away)
+        for zero in (ALL, ALL | AWAY)
     ]
     apart = oracle.run_distances(runs[1], runs[0])
     assert max(apart.values()) <= 1e-6, apart
+
+
+def together(plan: zj.Plan, other: zj.Plan, data: list[Any], folder: Any) -> tuple[list[float], Any]:
+    """Losses of a run that is saved in the middle, its last update skipped, and goes on under another plan."""
+    loss, losses = functools.partial(loss_fn, remat=True), []
+    state = zj.init_state(first_params(stacked=True), TX, plan)
+    for number, batch in enumerate(data):
+        if number in (0, len(data) // 2):
+            if number:
+                with zj.Checkpointer(folder) as checkpoints:
+                    checkpoints.save(state, plan, wait=True)
+                    state, _ = checkpoints.restore(other)
+            step = zj.make_train_step(loss, TX, other if number else plan, 2, clip_norm=0.5)
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert int(state.skipped) == 1
+    return losses, state
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The errors of quantised gradients")
+def test_everything_together_learns_as_plain_stage_3(tmp_path: Any) -> None:
+    """All of ZeRO++, LoCo, offload, bf16, remat, micro-batches, clipping, a frozen leaf; then on another mesh."""
+    params, ends = first_params(stacked=True), []
+    (first, *_), loco = batches(1), {"zeropp_loco_param": {}}
+    data = [first] * 12
+    data[5] = first | {"by": np.full_like(first["by"], np.inf)}
+    for name, zero, moved in (("plain", {}, {}), ("all", ALL | AWAY | loco, {"zero_hpz_partition_size": 2})):
+        plan = plan_of(params, precision="bf16", **zero)
+        other = plan_of(params, zj.make_mesh(node=4, local=2), precision="bf16", **(zero | moved))
+        losses, state = together(plan, other, data, tmp_path / name)
+        whole = zj.full_params(state, other)
+        np.testing.assert_array_equal(
+            whole["frozen"], params["frozen"].astype(jnp.bfloat16).astype(np.float32)
+        )
+        ends.append(losses)
+    assert ends[1][-1] == pytest.approx(ends[0][-1], rel=0.05) and ends[1][-1] < 0.95 * ends[1][0], ends
 
 
 @pytest.mark.slow
@@ -341,6 +422,23 @@ def test_memory_shows_the_second_shard_of_hpz() -> None:
     assert packed == pytest.approx(count / 4, rel=0.15)  # padding to blocks, in small shards
     assert "secondary" not in plan_of(params, precision="bf16", **QWZ).memory().device
     assert "hpZ: gathered over node once a step, then over local alone" in str(plan)
+
+
+@pytest.mark.parametrize("extra", [{}, QWZ], ids=["plain", "qwZ"])
+def test_with_params_off_the_device_so_is_the_second_shard(extra: Any) -> None:
+    """As it was gathered, int8 under qwZ: handed from loop to loop through host memory, and counted there."""
+    params = first_params(stacked=True)
+    here = plan_of(params, precision="bf16", **HPZ, **extra)
+    plan = plan_of(params, precision="bf16", **HPZ, **extra, offload_param={"device": "cpu"})
+    memory = plan.memory()
+    assert memory.device["secondary"] == 0
+    assert memory.host["secondary"] == 8 * here.memory().device["secondary"]
+    assert "then over local alone, from host memory" in str(plan)
+    step = zj.make_train_step(functools.partial(loss_fn, remat=True), TX, plan)
+    program = str(step.trace(zj.abstract_state(TX, plan), batches(1)[0]).jaxpr)
+    kept = f"i8<host>[{LAYERS},2," if extra else f"bf16<host>[{LAYERS},16,"
+    assert kept in program, re.findall(r"\w+<host>\[[^]]*\]", program)
+    assert len(re.findall(r"all_gather\[[^\]]*?axis_name=\('node',\)", program)) == 5
 
 
 def test_the_plan_says_what_is_not_quantised_and_why() -> None:

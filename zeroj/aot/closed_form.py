@@ -112,6 +112,7 @@ def _memory(choice: Choice, sizes: Sizes, batch: Batch, machine: Machine) -> tup
         ("moments", choice.optimizer, choice.ratio),
         ("master", choice.optimizer, choice.ratio),
         ("params", choice.params, 1.0),
+        ("secondary", "none" if choice.params == "none" else "cpu", 1.0),
     ):
         away = math.ceil(share * parts[part]) if place != "none" else 0
         places[place] += away
@@ -238,17 +239,20 @@ def _compute_seconds(sizes: Sizes, batch: Batch, machine: Machine) -> float:
 def _transfers(choice: Choice, sizes: Sizes, batch: Batch, machine: Machine) -> tuple[float, float, float]:
     """Seconds of transfers beside compute: params in for the forwards, for the backwards, gradients out.
 
-    Gradients wait beside the params; of several micro-batches their fp32 sums come in as well.
+    Gradients wait beside the params; of several micro-batches their fp32 sums come in as well. Under hpZ a node's
+    share of the params goes out in the forward pass, as int8, and comes in for the backward passes in their place.
     """
     if choice.params == "none":
         return 0.0, 0.0, 0.0
-    rate = machine.gpu.pcie.usable
-    if choice.params == "nvme":
-        rate = min(rate, machine.nvme_rate / machine.gpus_per_node)
+    link = machine.gpu.pcie.usable
+    rate = min(link, machine.nvme_rate / machine.gpus_per_node) if choice.params == "nvme" else link
     share = sizes.params / machine.num_gpus * batch.accumulation
     sums = choice.ratio * FP32 if batch.accumulation > 1 else 0.0
-    out = sums or choice.ratio * BF16
-    return BF16 * share / rate, (BF16 + sums) * share / rate, out * share / rate
+    fetch = again = BF16 * share / rate
+    if choice.zeropp:
+        near = sizes.params / machine.gpus_per_node / link
+        fetch, again = max(fetch, near), near * batch.accumulation
+    return fetch, again + sums * share / link, (sums or choice.ratio * BF16) * share / link
 
 
 def update_seconds(choice: Choice, sizes: Sizes, batch: Batch, machine: Machine) -> tuple[float, float]:

@@ -82,8 +82,9 @@ def assemble(
     plan: Plan, params: Any, opt_state: ZeroOptState, fields: dict[str, Any], errors: Any = None
 ) -> TrainState:
     """The state, its small fields brought whole to every device; LoCo's errors are zero, unless given."""
-    small = {name: jax.tree.map(lambda x: _everywhere(plan, x), field) for name, field in fields.items()}
     errors = first_errors(plan) or () if errors is None else errors
+    fields = fields | {"feeds": np.bool_(True) if errors else ()}
+    small = {name: jax.tree.map(lambda x: _everywhere(plan, x), field) for name, field in fields.items()}
     return TrainState(params, opt_state, **small, errors=errors)
 
 

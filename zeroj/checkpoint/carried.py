@@ -51,12 +51,17 @@ def saved_model_state(folder: str, manifest: Manifest, plan: Plan, like: Any) ->
 
 
 def saved_errors(folder: str, manifest: Manifest, plan: Plan) -> Any:
-    """What quantising lost of the gradients so far, as saved; zeros and a warning where that is another mesh's."""
+    """What quantising lost of the gradients so far, as saved; zeros where it was set to zero last, and zeros and a
+    warning where it is another mesh's."""
     targets = error_targets(plan)
     if not targets:
         return ()
     saved = {n: leaf.shape for n, leaf in manifest.leaves.items() if n.split("/")[0] == "errors"}
     if saved == {t.name: t.shape for t in targets} and manifest.mesh == dict(plan.mesh.shape):
+        if "feeds" in manifest.leaves:
+            flag = small_targets(plan, {"feeds": jax.ShapeDtypeStruct((), bool)})
+            if not bool(next(iter(database.read(folder, flag)))):
+                return first_errors(plan)
         tree = jax.tree.structure(errors_struct(plan))
         return jax.tree.unflatten(tree, database.read(folder, targets))
     why = f"they are those of mesh {manifest.mesh}" if saved else "the checkpoint holds none"

@@ -50,19 +50,49 @@ class Feedback:
     """What a device lost of all that it sent of a leaf, for each hop, and how that is fed back (LoCo).
 
     Attributes:
-        errors: for each hop a buffer in the layout of what is sent there, in units of ``unit``.
+        errors: for each hop a buffer in the layout of what is sent there, in units of ``unit``; on the device or
+            in host memory.
         beta: the share of an old error that stays in the running one.
         unit: fp32 scalar, the loss scale: what is reduced is so many times as large as the errors.
+        counts: bool scalar: where it is False, the buffers stand for zeros.
+        used: whether something was reduced with it, so that the buffers are new.
     """
 
     errors: Sequence[jax.Array]
     beta: float
     unit: jax.Array
+    counts: jax.Array
+    used: bool = False
 
     def layer(self, errors: Sequence[jax.Array], index: jax.Array) -> Feedback:
-        """That of one layer of a stack, whose errors are ``errors``."""
-        cut = [jax.lax.dynamic_index_in_dim(stack, index, keepdims=False) for stack in errors]
+        """That of one layer of a stack, whose errors are ``errors``; on the device."""
+        cut = [plain.here(jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)) for stack in errors]
         return replace(self, errors=cut)
+
+    def fetched(self, value: jax.Array) -> tuple[Feedback, jax.Array]:
+        """The same on the device, not before ``value`` is made; and ``value``.
+
+        The barriers here and in :meth:`after` also bound what XLA fuses: so errors on the device and errors from the
+        host are rounded alike, and a last bit cannot turn a rounding of the quantiser.
+        """
+        held, value = jax.lax.optimization_barrier((list(self.errors), value))
+        return replace(self, errors=[plain.here(error) for error in held]), value
+
+    def after(self, errors: Sequence[jax.Array]) -> Feedback:
+        """That of the next reduction: ``errors`` are what this one leaves, and go where its own are."""
+        pairs = zip(self.errors, jax.lax.optimization_barrier(list(errors)), strict=True)
+        return replace(
+            self, errors=[plain.beside(*pair) for pair in pairs], counts=jnp.bool_(True), used=True
+        )
+
+    def left(self) -> tuple[jax.Array, ...]:
+        """What is owed to the next step: zeros where nothing was reduced and the buffers stood for zeros."""
+        if self.used:
+            return tuple(self.errors)
+        values = [
+            jnp.where(self.counts, here := plain.here(error), jnp.zeros_like(here)) for error in self.errors
+        ]
+        return tuple(plain.beside(old, new) for old, new in zip(self.errors, values, strict=True))
 
 
 def put_layer(
@@ -70,7 +100,9 @@ def put_layer(
 ) -> tuple[jax.Array, ...]:
     """The stacks of errors with those of one layer replaced: in a loop's carry this is done in place."""
     pairs = zip(errors, layer, strict=True)
-    return tuple(jax.lax.dynamic_update_index_in_dim(stack, new, index, 0) for stack, new in pairs)
+    return tuple(
+        jax.lax.dynamic_update_index_in_dim(stack, plain.beside(stack, new), index, 0) for stack, new in pairs
+    )
 
 
 def reduce(value: jax.Array, placement: Placement, axes: Sequence[str]) -> jax.Array:
@@ -96,7 +128,7 @@ def reduce_with_feedback(
         value: as for :func:`reduce`.
         placement: as for :func:`reduce`.
         axes: as for :func:`reduce`.
-        feedback: the errors so far; None: without.
+        feedback: the errors so far, on the device; None: without.
 
     Returns:
         The shard of the sum, and the new errors. An element that is not finite leaves none.
@@ -111,6 +143,7 @@ def reduce_with_feedback(
             order = [axis for axis, _ in hops[index:]]
             part = placement.over(order)
             owed = _split(feedback.errors[index], part, order).reshape(flat.shape).astype(jnp.float32)
+            owed = jnp.where(feedback.counts, owed, 0.0)
             sent = flat.astype(jnp.float32) + owed * feedback.unit
             packed = quantize(sent, fmt)
             lost = (sent - dequantize(packed, fmt, flat.shape[1], np.dtype(np.float32))) / feedback.unit

@@ -24,10 +24,23 @@ FORMULA = 2
 
 
 class Origin(NamedTuple):
-    """Which parameter a value of the program comes from, and whether any of its dims is gathered by now."""
+    """Which parameter a value of the program comes from, and over which axes it is gathered by now.
+
+    Attributes:
+        path: the parameter's.
+        gathered: whether any of its dims is gathered.
+        axes: the axes that it was gathered over, in order.
+        place: the number of the place where that was begun.
+    """
 
     path: str
     gathered: bool
+    axes: tuple[str, ...] = ()
+    place: int = 0
+
+
+#: Equations that hand a node's part of a parameter on to where it is gathered within the node.
+HANDING_ON = frozenset({"dynamic_slice", "slice", "squeeze", "device_put", "reshape"})
 
 
 @dataclass(frozen=True)
@@ -40,6 +53,8 @@ class Gathering:
         elements: of what is whole afterwards.
         times: how often it runs in a step: the trip counts of the loops around it.
         feeds: the loop that it is gathered for, before the loop begins; empty where it is used at once.
+        axes: the mesh axes that it is gathered over here, in order. Under hpZ not those across nodes, where the
+            node's part is there from an earlier place.
     """
 
     line: str
@@ -47,6 +62,7 @@ class Gathering:
     elements: int
     times: int
     feeds: str = ""
+    axes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,6 +83,13 @@ class Explanation:
         """How often a parameter is gathered in a step: elements gathered, by its size."""
         leaf = next(x for x in self.plan.leaves if x.path == path)
         return sum(g.elements * g.times for g in self.gathers.get(path, ())) / max(math.prod(leaf.shape), 1)
+
+    def across(self, path: str) -> float:
+        """How often in a step that goes over the outermost ZeRO axis that splits it, the network: 1 under hpZ."""
+        leaf = next(x for x in self.plan.leaves if x.path == path)
+        outer = next((a for a in self.plan.zero_axes if a in leaf.placement.axes), None)
+        found = [g for g in self.gathers.get(path, ()) if outer in g.axes]
+        return sum(g.elements * g.times for g in found) / max(math.prod(leaf.shape), 1)
 
     @property
     def expected(self) -> int:
@@ -99,7 +122,8 @@ class Explanation:
         for g in found:
             share = g.elements / max(math.prod(leaf.shape), 1)
             part = "" if share > 0.99 else f" {share:.3g} of it"
-            lines.append(f"    {g.times} x{part} as {g.dtype}, at {g.line}")
+            over = f" over {', then '.join(g.axes)}" if placement.wire.first else ""
+            lines.append(f"    {g.times} x{part} as {g.dtype}{over}, at {g.line}")
             if g.feeds:
                 lines.append(f"        stays whole through {g.feeds}, which uses it in every iteration")
         if not self.plan.zero.reshard_after_forward:
@@ -153,6 +177,7 @@ class _Walk:
 
     axes: set[str]
     gathers: dict[str, list[Gathering]] = field(default_factory=dict)
+    begun: dict[int, Origin] = field(default_factory=dict)
 
     def run(self, jaxpr: _compat.Jaxpr, origins: Sequence[Origin | None], times: int) -> list[Origin | None]:
         """Origins of the outputs from those of the inputs."""
@@ -187,6 +212,8 @@ class _Walk:
             return self.run(called.jaxpr, operands, times)
         if name == "all_gather" or (name == "sharding_constraint" and not self._splits(eqn)):
             return [self._gathered(eqn, operands[0], times, loops)]
+        if name in HANDING_ON and operands[0] is not None and operands[0].gathered:
+            return operands[:1]
         paths = {origin.path for origin in operands if origin is not None and not origin.gathered}
         if len(paths) != 1 or name in ("dot_general", "conv_general_dilated", "while", "cond"):
             return nothing
@@ -201,12 +228,17 @@ class _Walk:
         places = self.gathers.setdefault(origin.path, [])
         loop = loops.get(out)
         feeds = f"the loop at {_compat.source_line(loop)}" if loop is not None else ""
-        place = Gathering(_compat.source_line(eqn), out.aval.dtype, math.prod(out.aval.shape), times, feeds)
-        if origin.gathered:  # the second dim of a leaf that is split in two
-            places[-1] = place
-        else:
-            places.append(place)
-        return Origin(origin.path, True)
+        over = eqn.params.get("axis_name", ())
+        axes = (over,) if isinstance(over, str) else tuple(over)
+        number = len(places)
+        if origin.gathered and id(origin) not in self.begun:
+            # The second half of a gather; what the first half gave may serve others later.
+            self.begun[id(origin)] = origin
+            axes, number = (*origin.axes, *axes), origin.place
+            places.pop(number)
+        line, size = _compat.source_line(eqn), math.prod(out.aval.shape)
+        places.insert(number, Gathering(line, out.aval.dtype, size, times, feeds, axes))
+        return Origin(origin.path, True, axes, number)
 
     def _splits(self, eqn: _compat.Eqn) -> bool:
         """Whether a constraint leaves the value split over a ZeRO axis."""

@@ -17,12 +17,19 @@ from zeroj.errors import PlanError
 from zeroj.gather import host_sums
 from zeroj.gather import loss as losses
 from zeroj.gather import model_state as carried
-from zeroj.gather.inputs import check_batch, check_params, interpreter, lazy_leaves, whole_struct
+from zeroj.gather.inputs import (
+    check_batch,
+    check_errors,
+    check_params,
+    interpreter,
+    lazy_leaves,
+    whole_struct,
+)
 from zeroj.gather.kept import Kept
 from zeroj.gather.loss import LossOut
 from zeroj.gather.means import accumulate, over_devices
 from zeroj.gather.reductions import Reduction, slot_of
-from zeroj.gather.residual_check import check_offload
+from zeroj.gather.residual_check import check_near, check_offload
 from zeroj.gather.residuals import offload_residuals
 from zeroj.gather.views import View, make_view
 from zeroj.plan.feedback import Errors, fed_back
@@ -84,8 +91,8 @@ def value_and_grad(
         (loss, model_state), or (loss, model_state, aux).
 
     Raises:
-        PlanError: at the first call, when params, batch or loss do not fit the plan; now, when activations
-            are to be offloaded on a backend that is known, or seen, to do it wrongly.
+        PlanError: at the first call, when params, batch or loss do not fit the plan; now, when activations, or
+            the second shards of hpZ, are to be offloaded on a backend that is known, or seen, to do it wrongly.
 
     Example:
         >>> loss, grads = jax.jit(zj.value_and_grad(loss_fn, plan))(params, batch)
@@ -93,6 +100,7 @@ def value_and_grad(
     view = make_view(plan, loss_over)
     if offload_activations:
         check_offload(plan.mesh)
+    check_near(plan)
     if fed_back(plan):
         warnings.warn(
             "zeropp_loco_param: the errors of quantised gradients are state of the whole step (make_train_step); "
@@ -140,6 +148,7 @@ def gradients(
     host: bool = False,
     offload_activations: bool = False,
     errors: Errors | tuple[()] = (),
+    feeds: Any = (),
 ) -> Gradients:
     """The gradient of the mean over the global batch, times ``scale``, in the layout of ``plan.grads``.
 
@@ -159,8 +168,10 @@ def gradients(
             dtype, see :mod:`zeroj.gather.host_sums`.
         offload_activations: whether what ``jax.checkpoint`` regions keep waits in host memory.
         errors: what quantising lost of the gradients before; left out, it is not fed back.
+        feeds: bool scalar beside ``errors``: where it is False, they stand for zeros.
     """
     leaves = check_params(plan, params)
+    check_errors(plan, errors)
     check_batch(plan, batch, accumulation)
     rng = jax.random.key(0) if rng is None else rng
 
@@ -168,7 +179,7 @@ def gradients(
         return _program(loss_fn, plan, view, args, accumulation, has_aux, host, offload_activations)
 
     placements = [plan.grad_placement(leaf) for leaf in plan.leaves if leaf.trainable]
-    args = (leaves, batch, rng, jnp.asarray(scale, jnp.float32), model_state)
+    args = (leaves, batch, rng, jnp.asarray(scale, jnp.float32), model_state, feeds)
     (loss, weight, aux, state, token, divisor), grads, errors = view.run(program, args, placements, errors)
     return Gradients(loss + token, weight, aux, grads, state, errors, divisor)
 
@@ -184,7 +195,7 @@ def _program(
     offload: bool,
 ) -> tuple[Any, list[jax.Array], Any]:
     """Micro-batches one after the other, then what is left to reduce."""
-    leaves, batch, rng, scale, before, errors = args
+    leaves, batch, rng, scale, before, feeds, errors = args
     state = carried.enter(before, view.axes)
     live = [leaf for leaf in plan.leaves if leaf.trainable]
     batches = view.split(batch, accumulation)
@@ -193,7 +204,7 @@ def _program(
     at_once = accumulation == 1 or plan.stage.accumulator or not view.axes
     # Groups that hold the same state add their gradients once, after the last micro-batch.
     later = plan.replica_axes if at_once and accumulation > 1 and view.axes else ()
-    own = jax.tree.map(lambda x: x[0], errors) if errors else {}
+    own = jax.tree.map(lambda x: jax.lax.squeeze(x, (0,)), errors) if errors else {}
     weighted = out_shape.weight is not None
     count = host_sums.count_ahead(traced, len(plan.leaves), WEIGHT, view.axes) if weighted else None
     can_sum = at_once and not later and (count is not None or not weighted)
@@ -208,10 +219,10 @@ def _program(
     wanted = [None] * heads + (reductions if at_once else [None] * len(live))
 
     def one(micro: Any, key: jax.Array, carry: Any, kept: Kept) -> tuple[LossOut, list[Any], jax.Array]:
-        state, errors, sums = carry
+        state, errors, feeds, sums = carry
         walker = interpreter(plan, view)
         walker.gathers.kept = kept
-        walker.errors = {path: Feedback(given, _beta(plan), scale) for path, given in errors.items()}
+        walker.errors = {path: Feedback(given, _beta(plan), scale, feeds) for path, given in errors.items()}
         values = [*lazy_leaves(plan, leaves), *jax.tree.leaves(micro), key, scale, *jax.tree.leaves(state)]
         weight = count(values) if sums and count else None
         walker.sums = {path: host_sums.HostSum(value, weight) for path, value in sums.items()}
@@ -219,24 +230,25 @@ def _program(
         head = jax.tree.unflatten(jax.tree.structure(out_shape), outs[:heads])
         made = [g if r.into else r.away(g) for r, g in zip(reductions, outs[heads:], strict=True)]
         sums = {r.into: g for r, g in zip(reductions, made, strict=True) if r.into}
-        wide = [
+        wide: list[Any] = [
             None if r.into else _widened(g, plan.precision.accumulator(x.dtype))
             for r, g, x in zip(reductions, made, live, strict=True)
         ]
-        carry = head.model_state, {path: tuple(fed.errors) for path, fed in walker.errors.items()}, sums
+        left = {path: fed.left() for path, fed in walker.errors.items()}
+        carry = head.model_state, left, jnp.ones_like(feeds) if left else feeds, sums
         return head._replace(model_state=carry), wide, walker.gathers.token()
 
-    carry = state, own, sums
-    head, grads, token, divisor = accumulate(one, batches, keys, carry, accumulation, view.axes, keeps)
-    state, own, sums = head.model_state
-    grads = [sums[r.into] if r.into else g for r, g in zip(reductions, grads, strict=True)]
+    carry = state, own, feeds, sums
+    head, means, token, divisor = accumulate(one, batches, keys, carry, accumulation, view.axes, keeps)
+    state, own, _, sums = head.model_state
+    grads: list[Any] = [sums[r.into] if r.into else g for r, g in zip(reductions, means, strict=True)]
     if not at_once:
         grads = [r(g) for r, g in zip(reductions, grads, strict=True)]
     grads = [total(g, later) for g in grads]
     grads = [_widened(g, plan.precision.gradient(x.dtype)) for g, x in zip(grads, live, strict=True)]
     loss, weight, aux = over_devices(head, view.axes, view.degree)
     after = carried.leave(before, state, view.axes, view.degree)
-    left = jax.tree.map(lambda x: x[None], own) if errors else ()
+    left = jax.tree.map(lambda x: jax.lax.expand_dims(x, (0,)), own) if errors else ()
     return (loss, weight, aux, after, token, divisor if sums else None), grads, left
 
 

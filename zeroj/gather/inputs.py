@@ -17,6 +17,7 @@ from zeroj.gather.lazy import Shard
 from zeroj.gather.tokens import Gather
 from zeroj.plan import tree
 from zeroj.plan.cuts import ticket_shape
+from zeroj.plan.feedback import fed_back
 from zeroj.plan.plan import ParamLeaf, Plan
 from zeroj.plan.rules import NVME, Placement
 
@@ -58,6 +59,19 @@ def check_params(plan: Plan, params: Any) -> list[jax.Array]:
     values = [entry.value for entry in found.values()]
     check_memory((x.path, v, plan.param_placement(x)) for x, v in zip(plan.leaves, values, strict=True))
     return values
+
+
+def check_errors(plan: Plan, errors: Any) -> None:
+    """Refuses LoCo's errors where they are in another memory than they are planned in.
+
+    Raises:
+        PlanError: names all of them.
+    """
+    check_memory(
+        (f"errors/{x.path}/{hop}", value, x.placement.at(x.error_memory))
+        for x in (fed_back(plan) if errors else [])
+        for hop, value in enumerate(errors[x.path])
+    )
 
 
 def check_memory(arrays: Iterable[tuple[str, Any, Placement]]) -> None:

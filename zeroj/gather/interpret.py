@@ -19,11 +19,13 @@ import jax.numpy as jnp
 from zeroj import _compat
 from zeroj.collectives.quantized import Feedback, put_layer
 from zeroj.gather import host_sums, kept, lazy
+from zeroj.gather.counters import Counted, counting
 from zeroj.gather.reductions import Reduction, ReductionPlan, Reductions, is_zero, place_reductions
 from zeroj.gather.regions import NotAlike, Operands, Regions
 from zeroj.gather.stacks import Restacked, made_by, only_sliced, restack, stacks_of, warn_whole
 from zeroj.gather.tokens import Gather, Gathers, Tokens
 from zeroj.gather.uniform import Uniform
+from zeroj.gather.uses import in_order_of_use, last_uses
 
 
 class Interpreter:
@@ -46,11 +48,15 @@ class Interpreter:
         self.regions = Regions()
         self.errors: dict[str, Feedback] = {}
         self.sums: host_sums.Sums = {}
+        self.counted = Counted()
 
-    def within(self, errors: dict[str, Feedback], sums: host_sums.Sums) -> Interpreter:
-        """The interpreter of one iteration of a loop."""
+    def within(
+        self, errors: dict[str, Feedback], sums: host_sums.Sums, near: kept.Kept, counted: Counted
+    ) -> Interpreter:
+        """The interpreter of one iteration of a loop, with what is kept of gathers before it."""
         inner = Interpreter(self.gather, self.bucket, self.reuse, self.max_live)
         inner.regions, inner.errors, inner.sums = self.regions, errors, sums
+        inner.counted, inner.gathers.kept = counted, near
         inner.gathers.free_start = True
         return inner
 
@@ -82,7 +88,7 @@ class Interpreter:
         def read(atom: Any) -> Any:
             return atom.val if isinstance(atom, _compat.Literal) else env[atom]
 
-        last = _last_uses(jaxpr)
+        last = last_uses(jaxpr)
         for index, eqn in enumerate(jaxpr.eqns):
             outs = self._equation(eqn, [read(v) for v in eqn.invars], reductions)
             for var, out in zip(eqn.outvars, outs, strict=True):
@@ -118,8 +124,10 @@ class Interpreter:
         if slot is None:
             return reduction(value)
         before = self.errors[slot.path]
-        reduced, errors = reduction.with_feedback(value, slot, before)
-        self.errors[slot.path] = replace(before, errors=errors)
+        here, value = before.fetched(value)
+        reduced, errors = reduction.with_feedback(value, slot, here)
+        after = before.after(errors)
+        self.errors[slot.path] = replace(after, errors=self.gathers.in_step(after.errors))
         return reduced
 
     def force(self, values: Sequence[Any]) -> list[Any]:
@@ -154,8 +162,15 @@ class Interpreter:
         if eqn.primitive.name == "dynamic_slice" and all(v in reductions.uniform for v in eqn.invars[1:]):
             smaller = lazy.sliced(eqn, operands)
             if smaller is not None:
-                return [smaller]
+                return [self._in_turn(eqn, smaller) if isinstance(smaller, lazy.Shard) else smaller]
         return self.consume(eqn, operands)
+
+    def _in_turn(self, eqn: _compat.Eqn, shard: lazy.Shard) -> lazy.Shard:
+        """The shard; marked, if it is a layer of a stack all of whose layers this loop takes, in their order."""
+        layer = shard.layer
+        if layer is None or not self.counted.takes_all(eqn.invars[1], layer.stack.shape[0]):
+            return shard
+        return replace(shard, layer=replace(layer, in_turn=True))
 
     def _in_step(self, eqn: _compat.Eqn, operands: list[Any]) -> list[Any]:
         """The operands of a costly equation, held until the gradients before it are made; see ``Gathers``."""
@@ -206,6 +221,8 @@ def _scan(
     shards = [s for x, stay in zip(xs, staying, strict=True) if stay for s in lazy.shards_of(x)]
     stacks = {id(s.array): s for s in shards}
     known = kept.stacks_in(self.gathers.kept, stacks)
+    outer = {key: near for key, near in self.gathers.kept.items() if key.depth > 0}
+    counted = counting(layout, eqn, uniform.jaxpr)
     near_kept: kept.Kept = {}
     kept_whole = self.keep(shards)
     rebuilt: list[Restacked | None] = []
@@ -216,12 +233,13 @@ def _scan(
         (carry, errors, sums), (plain_xs, shard_slices, whole_slices, near_slices, index) = carried, sliced
         slices = dict(zip(stacks, shard_slices, strict=True))
         args = [lazy.slice_of(x, slices) if s else p for x, s, p in zip(xs, staying, plain_xs, strict=True)]
+        before = outer | kept.sliced(known, near_slices, slices)
         inner = self.within(
             {path: fed[path].layer(errors[path], index) for path in fed},
             {path: self.sums[path].layer(sums[path], index) for path in summed.values()},
+            dict(before),
+            counted,
         )
-        inner.gathers.kept = kept.sliced(known, near_slices, slices)
-        before = dict(inner.gathers.kept)
         for shard, whole in zip(shards, whole_slices, strict=False):
             inner.gathers.have(lazy.Shard(slices[id(shard.array)], shard.placement, shard.dtype, ""), whole)
         added = [v for v, r in zip(layout.body.jaxpr.invars[nc : nc + nk], wanted, strict=False) if r]
@@ -237,7 +255,7 @@ def _scan(
         near_kept.clear()
         near_kept.update(kept.stacked(inner.gathers.kept, before, origin, made))
         nears = [near.value for near in near_kept.values()]
-        errors = {path: put_layer(errors[path], inner.errors[path].errors, index) for path in fed}
+        errors = {path: put_layer(errors[path], inner.errors[path].left(), index) for path in fed}
         carried = forced[:nk], errors, sums
         return carried, (forced[nk:], [s.array for s in made], nears, inner.gathers.token())
 
@@ -256,7 +274,7 @@ def _scan(
     )
     self.gathers.gate = self.gathers.gate + jnp.sum(tokens)
     self.gathers.kept |= kept.with_values(near_kept, nears, stacks_of(rebuilt, pieces, layout.length))
-    self.errors |= {path: replace(fed[path], errors=errors[path]) for path in fed}
+    self.errors |= {path: fed[path].after(errors[path]) for path in fed}
     rest, made = iter(ys), iter(pieces)
     outs = [*carry, *(next(rest) if s is None else s.build(made, layout.length) for s in rebuilt)]
     return [sums[summed[at]] if at in summed else out for at, out in enumerate(outs)]
@@ -296,12 +314,14 @@ def _recomputed(
     """Walks such a region.
 
     Its activations go behind a barrier, as JAX itself does, or XLA would keep the forward's results instead.
-    Within the region a gathered parameter serves the recomputation and the backward alike.
+    Within the region a gathered parameter serves the recomputation and the backward alike. A stack of which it takes
+    layers by index is gathered layer by layer, where they are used.
     """
     called = _compat.called_program(eqn)
     assert called is not None
     operands = list(operands)
-    self.gathers.enter_region(_in_order_of_use(called.jaxpr, operands), self.max_live)
+    whole = [None if only_sliced(uniform, i, x) else x for i, x in enumerate(operands)]
+    self.gathers.enter_region(in_order_of_use(called.jaxpr, whole), self.max_live)
     if eqn.params.get("differentiated"):
         at_hand = [i for i, v in enumerate(operands) if isinstance(v, jax.Array)]
         held = self.gathers.hold([operands[i] for i in at_hand])
@@ -315,21 +335,6 @@ def _recomputed(
     for i, value in zip(onward, self.gathers.after_gradients([outs[i] for i in onward]), strict=True):
         outs[i] = value
     return outs
-
-
-def _in_order_of_use(jaxpr: _compat.Jaxpr, operands: Sequence[Any]) -> list[lazy.Shard]:
-    """The shards among a program's inputs, each once, by the first equation that reads them."""
-    of = {v: lazy.shards_of(value) for v, value in zip(jaxpr.invars, operands, strict=True)}
-    made_of: dict[Any, list[lazy.Shard]] = {v: shards for v, shards in of.items() if shards}
-    found: dict[lazy.Shard, None] = {}
-    for eqn in jaxpr.eqns:
-        read = [made_of[v] for v in eqn.invars if not isinstance(v, _compat.Literal) and v in made_of]
-        if read and len(read) == len(eqn.invars):  # of params alone: it waits for its own use
-            made_of |= {v: [s for shards in read for s in shards] for v in eqn.outvars}
-            continue
-        found |= {shard: None for shards in read for shard in shards}
-    found |= {shard: None for shards in of.values() for shard in shards}
-    return list(found)
 
 
 def _whole_first(
@@ -354,15 +359,3 @@ def _params_alone(eqn: _compat.Eqn, operands: list[Any]) -> bool:
     """Whether the result depends on parameters and literals alone, so that it can wait for its use."""
     literal = [isinstance(v, _compat.Literal) for v in eqn.invars]
     return not eqn.effects and all(lazy.is_lazy(v) or lit for v, lit in zip(operands, literal, strict=True))
-
-
-def _last_uses(jaxpr: _compat.Jaxpr) -> dict[int, list[Any]]:
-    """Equation index -> variables that nothing reads after it."""
-    seen = {v for v in jaxpr.outvars if not isinstance(v, _compat.Literal)}
-    last: dict[int, list[Any]] = {}
-    for index in range(len(jaxpr.eqns) - 1, -1, -1):
-        for var in jaxpr.eqns[index].invars:
-            if not isinstance(var, _compat.Literal) and var not in seen:
-                seen.add(var)
-                last.setdefault(index, []).append(var)
-    return last

@@ -2,7 +2,9 @@
 
 The first gather of a shard leaves its near shard behind: within a node, no later gather of the same parameter
 needs the network. Layers in a loop leave theirs stack by stack: the forward loop gives a stack of near shards
-out, which the backward loop takes in. Nothing outlives the step, so nothing can be stale.
+out, which the backward loop takes in. A loop that takes all layers of a stack by index, in their order, leaves what one
+over the stack would. Nothing outlives the step, so nothing can be stale. With the params off the
+device near shards wait in host memory, and come to the device where they are gathered.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import NamedTuple
 
 import jax
 
+from zeroj.collectives import plain
 from zeroj.gather.lazy import Shard
 
 
@@ -31,6 +34,20 @@ class Near(NamedTuple):
 
 
 Kept = dict[Key, Near]
+
+
+def near_of(kept: Kept, shard: Shard) -> jax.Array | None:
+    """The near shard of ``shard``, or that of its layer in a stack whose near shards are there; None: neither."""
+    found = kept.get(Key(id(shard.array), str(shard.dtype)))
+    if found is not None:
+        return found.value
+    layer = shard.layer
+    if layer is None or not layer.alone:
+        return None
+    stack = kept.get(Key(id(layer.stack.array), str(shard.dtype), 1))
+    if stack is None:
+        return None
+    return plain.here(jax.lax.dynamic_index_in_dim(stack.value, layer.index, keepdims=False))
 
 
 def stacks_in(kept: Kept, stacks: Mapping[int, Shard]) -> Kept:
@@ -59,9 +76,11 @@ def stacked(inside: Kept, before: Kept, origin: Mapping[int, Shard], made: Seque
         inside: what was kept at the iteration's end.
         before: what was kept at its start.
         origin: id of a slice -> the stack that it was cut from.
-        made: shards that the iteration made itself and gives out (``p[i]``): the loop will stack them.
+        made: shards that the iteration made itself and gives out (``p[i]``, ``i`` of no order that is seen): the loop
+            will stack them.
     """
-    belongs = {id(shard.array): shard for shard in made} | dict(origin)
+    layers = {key.array: stack for key, near in inside.items() if (stack := near.shard.stack)}
+    belongs = layers | {id(shard.array): shard for shard in made} | dict(origin)
     new = {key: near for key, near in inside.items() if key not in before and key.array in belongs}
     return {
         Key(id(belongs[key.array].array), key.dtype, key.depth + 1): Near(belongs[key.array], near.value)

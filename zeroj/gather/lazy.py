@@ -7,7 +7,7 @@ with activations consumes it, and let go after that, so no full-size parameter o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,6 +19,23 @@ from zeroj.plan.rules import NVME, Placement
 
 
 @dataclass(frozen=True, eq=False)
+class Layer:
+    """Which layer of which stack a shard is: ``p[i]``, ``i`` traced.
+
+    Attributes:
+        stack: the stack.
+        index: int32 scalar, the same on every device.
+        alone: whether the stack's first dim is gone.
+        in_turn: whether the loop around takes all layers of the stack in their order.
+    """
+
+    stack: Shard
+    index: jax.Array
+    alone: bool = False
+    in_turn: bool = False
+
+
+@dataclass(frozen=True, eq=False)
 class Shard:
     """A sharded array seen whole.
 
@@ -27,17 +44,25 @@ class Shard:
         placement: how it is sharded.
         dtype: the dtype in which the program sees it; the cast happens before the gather.
         path: the parameter's path, for messages.
+        layer: which layer of a stack it is, where it was taken by a traced index.
     """
 
     array: jax.Array
     placement: Placement
     dtype: np.dtype
     path: str
+    layer: Layer | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The whole shape."""
         return self.placement.shape
+
+    @property
+    def stack(self) -> Shard | None:
+        """The stack that this is a layer of, where the loop around takes all of its layers in their order."""
+        layer = self.layer
+        return layer.stack if layer and layer.alone and layer.in_turn else None
 
     @property
     def layered(self) -> bool:
@@ -234,9 +259,9 @@ def sliced(eqn: Any, operands: list[Any]) -> Lazy | None:
         gone = eqn.params["dimensions"]
         if any(dim in gone for dim, _ in first.placement.dims) or not _keeps_bytes(first, gone):
             return None
-        return Shard(
-            jax.lax.squeeze(first.array, gone), first.placement.without(gone), first.dtype, first.path
-        )
+        alone = replace(first.layer, alone=True) if first.layer and tuple(gone) == (0,) else None
+        array = jax.lax.squeeze(first.array, gone)
+        return Shard(array, first.placement.without(gone), first.dtype, first.path, alone)
     placement = first.placement.resized(eqn.outvars[0].aval.shape)
     if placement is None:
         return None
@@ -259,7 +284,10 @@ def sliced(eqn: Any, operands: list[Any]) -> Lazy | None:
     ):  # XLA lets such a slice leave the host at once, or not at all
         array = jax.device_put(array, jax.memory.Space.Device)
         placement = placement.at("")
-    return Shard(array, placement, first.dtype, first.path)
+    layer = None
+    if name == "dynamic_slice" and cut == [0] and placement.shape[0] == 1:
+        layer = Layer(first, operands[1])
+    return Shard(array, placement, first.dtype, first.path, layer)
 
 
 def _keeps_bytes(shard: Shard, dims: Sequence[int]) -> bool:

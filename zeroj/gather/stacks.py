@@ -21,7 +21,7 @@ class Restacked:
 
     Attributes:
         value: the lazy value of one iteration.
-        known: shard of the body -> the stack outside that it is a slice of.
+        known: shard of the body -> the stack outside that it is a slice of, be it by index.
         made: shards that the body itself made; the loop stacks their arrays.
     """
 
@@ -51,13 +51,10 @@ def restack(out: Any, origin: Mapping[int, lazy.Shard], outside: Collection[int]
     shards = lazy.shards_of(out)
     if not shards or any(id(s.array) in outside for s in shards):
         return None
-    if any(s.placement.wire.stored and id(s.array) not in origin for s in shards):
+    outer = {s: origin.get(id(s.array), s.stack) for s in shards}
+    if any(s.placement.wire.stored and outer[s] is None for s in shards):
         return None  # bytes that the body cut anew have no place in a stack
-    known: dict[lazy.Shard, lazy.Shard] = {}
-    for shard in shards:
-        if id(shard.array) in origin:
-            outer = origin[id(shard.array)]
-            known[shard] = lazy.Shard(outer.array, outer.placement, shard.dtype, shard.path)
+    known = {s: lazy.Shard(o.array, o.placement, s.dtype, s.path) for s, o in outer.items() if o is not None}
     return Restacked(out, known, tuple(shard for shard in shards if shard not in known))
 
 
@@ -76,28 +73,33 @@ def stacks_of(
     }
 
 
-def only_sliced(body: Uniform, index: int, value: Any) -> bool:
-    """Whether a loop's body takes nothing but smaller slices of a constant, the same ones on every device.
+def only_sliced(program: Uniform, index: int, value: Any) -> bool:
+    """Whether a program takes nothing but smaller slices of an input, the same ones on every device.
 
     Args:
-        body: the body, with its uniform values.
-        index: of the constant.
+        program: a loop's body, or a region, with its uniform values.
+        index: of the input.
         value: what is passed for it.
     """
-    if not isinstance(value, lazy.Shard):
-        return False
-    var = body.jaxpr.invars[index]
+    return isinstance(value, lazy.Shard) and _only_sliced(program, program.jaxpr.invars[index], value)
 
+
+def _only_sliced(program: Uniform, var: Any, value: lazy.Shard) -> bool:
     def slices(eqn: _compat.Eqn) -> bool:
-        if eqn.primitive.name != "dynamic_slice" or not all(v in body for v in eqn.invars[1:]):
+        called = _compat.called_program(eqn)
+        if called is not None:
+            inner = program.of_call(eqn, called.jaxpr)
+            within = [v for v, given in zip(called.jaxpr.invars, eqn.invars, strict=True) if given is var]
+            return all(_only_sliced(inner, v, value) for v in within)
+        if eqn.primitive.name != "dynamic_slice" or not all(v in program for v in eqn.invars[1:]):
             return False
         shape = eqn.outvars[0].aval.shape
         if value.placement.wire.stored and not (value.layered and shape[1:] == value.shape[1:]):
             return False
         return math.prod(shape) < value.size and value.placement.resized(shape) is not None
 
-    users = [eqn for eqn in body.jaxpr.eqns if any(v is var for v in eqn.invars)]
-    return all(v is not var for v in body.jaxpr.outvars) and all(map(slices, users))
+    users = [eqn for eqn in program.jaxpr.eqns if any(v is var for v in eqn.invars)]
+    return all(v is not var for v in program.jaxpr.outvars) and all(map(slices, users))
 
 
 def warn_whole(stacks: list[Any], eqn: _compat.Eqn) -> None:

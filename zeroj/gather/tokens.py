@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zeroj.collectives import plain
 from zeroj.gather import lazy
-from zeroj.gather.kept import Kept, Key, Near
+from zeroj.gather.kept import Kept, Key, Near, near_of
 from zeroj.gather.lazy import Shard
 from zeroj.plan.rules import NVME, Placement
 
@@ -118,15 +119,21 @@ class Gathers:
             self._open(keep=wanted)
         self._total += size
         self._in_bucket += size
-        kept = {key: self.kept[Key(*key)].value for key in new if Key(*key) in self.kept}
+        near = {key: near_of(self.kept, shard) for key, shard in new.items()}
+        kept = {key: value for key, value in near.items() if value is not None}
         arrays = [kept[key] if key in kept else lazy.stored(s) for key, s in new.items()]
         if self._total > size or not self.free_start:
             arrays, self.gate = jax.lax.optimization_barrier((arrays, self.gate))
         for (key, shard), array in zip(new.items(), arrays, strict=True):
-            near = array if key in kept else self._gather.near(self._fetched(array, shard), shard.placement)
-            if key not in kept and shard.placement.wire.kept:
-                self.kept[Key(*key)] = Near(shard, near)
-            self._whole[key] = (self._total, shard, self._gather.gather(near, shard.placement, shard.dtype))
+            wire = shard.placement.wire
+            if key in kept:
+                start = plain.here(array)
+            else:
+                start = self._gather.near(self._fetched(array, shard), shard.placement)
+            if key not in kept and wire.kept:
+                waits = jax.device_put(start, jax.memory.Space.Host) if wire.near_memory else start
+                self.kept[Key(*key)] = Near(shard, waits)
+            self._whole[key] = (self._total, shard, self._gather.gather(start, shard.placement, shard.dtype))
 
     def _fetched(self, array: jax.Array, shard: Shard) -> jax.Array:
         """What waited at the gate, on the device and in the dtype that travels."""
@@ -191,6 +198,12 @@ class Gathers:
             return reduction(grad)
         reduced, self._reduced = jax.lax.optimization_barrier((reduction(grad), self._reduced))
         return reduced
+
+    def in_step(self, values: Sequence[jax.Array]) -> list[jax.Array]:
+        """``values`` that only the end of the step needs, waited for like a reduced gradient: XLA would put off
+        writing them to where they belong, and hold them twice."""
+        held, self._reduced = jax.lax.optimization_barrier((list(values), self._reduced))
+        return held
 
     def enter_region(self, shards: Sequence[Shard], max_live: int) -> None:
         """Starts a region that shares its gathered parameters, and no others.

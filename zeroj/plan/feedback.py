@@ -1,7 +1,11 @@
 """LoCo: what quantising lost of a gradient, kept by each device and added to what it sends next (arXiv 2407.04480).
 
 A device has one buffer for each hop of a leaf: what it lost of all that it sent there. So the buffers of the first hop
-are as large as the whole leaf on every device, those of the next as large as what is left of it after the first.
+are as large as the whole leaf on every device, those of the next as large as what is left of it after the first. They
+are in host memory where the optimizer's state is off the device, and come to the device for their reduction alone.
+
+Buffers are never set to zero in a step, which would have to pass over all of them, in host memory too: a flag beside
+them says whether the next step feeds them back.
 """
 
 from __future__ import annotations
@@ -58,7 +62,8 @@ def errors_struct(plan: Plan) -> Errors:
     def one(leaf: ParamLeaf, hop: int) -> jax.ShapeDtypeStruct:
         shape = (plan.degree, *error_shape(plan, leaf, hop))
         model = ((axes or None) for axes in leaf.placement.model)
-        sharding = NamedSharding(plan.mesh, PartitionSpec(plan.zero_axes, *model))
+        spec = PartitionSpec(plan.zero_axes, *model)
+        sharding = NamedSharding(plan.mesh, spec, memory_kind=leaf.error_memory or None)
         return jax.ShapeDtypeStruct(shape, error_dtype(plan, leaf), sharding=sharding)
 
     return {
@@ -78,9 +83,11 @@ def first_errors(plan: Plan) -> Errors:
     )()
 
 
-def error_bytes(plan: Plan) -> int:
-    """Bytes of all buffers on one device."""
-    return sum(
-        math.prod(s.sharding.shard_shape(s.shape)) * s.dtype.itemsize
-        for s in jax.tree.leaves(errors_struct(plan))
-    )
+def error_bytes(plan: Plan) -> tuple[int, int]:
+    """Bytes of one device's buffers: those on the device, and those in host memory."""
+    here, away = 0, 0
+    structs = errors_struct(plan)
+    for leaf in fed_back(plan):
+        size = sum(math.prod(s.sharding.shard_shape(s.shape)) * s.dtype.itemsize for s in structs[leaf.path])
+        here, away = (here, away + size) if leaf.error_memory else (here + size, away)
+    return here, away

@@ -43,6 +43,7 @@ class ParamLeaf:
         trainable: whether it has a gradient and optimizer state.
         state_memory: the memory kind of its optimizer state and fp32 master; empty: the device's own.
         param_memory: the memory kind of its stored shard; empty: the device's own.
+        error_memory: the memory kind of what quantising lost of its gradient (LoCo); empty: the device's own.
     """
 
     path: str
@@ -52,6 +53,7 @@ class ParamLeaf:
     trainable: bool
     state_memory: str = ""
     param_memory: str = ""
+    error_memory: str = ""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -29,7 +29,8 @@ class MemoryReport:
 
     Attributes:
         device: part -> bytes on each device: "params", "master", "opt_state", "grads", "accumulator", and under
-            hpZ "secondary": what a step keeps of its gathers, and drops at its end; under LoCo "errors".
+            hpZ "secondary": what a step keeps of its gathers, and drops at its end; under LoCo "errors". The last
+            two are in ``host`` where the params, or the optimizer's state, are off the device.
         host: part -> bytes in each host's memory: of "grads" and "accumulator" a step has one, see
             :attr:`host_total`; "spill_buffers" at most, while state in files is updated, and
             "param_buffers", while a step reads params from files.
@@ -112,14 +113,16 @@ def memory_report(plan: Plan) -> MemoryReport:
         buffers = (plan.spill or plan.spill_params).buffer_count  # type: ignore[union-attr]
         held["spill_buffers"] = buffers * cuts.update_buffer(plan)
         held["param_buffers"] = sum(cuts.param_window(plan))
+    errors, errors_away = error_bytes(plan)
+    shards |= {"errors": errors} if errors else {}
+    held["errors"] = errors_away * many
     host = {part: count for part, count in held.items() if count}
     nvme = {part: count for part, count in files.items() if count}
     whole = {part: sum(math.prod(p.shape) * d.itemsize for p, d in rows) for part, rows in parts.items()}
     if any(leaf.placement.wire.kept for leaf in plan.leaves):
-        shards["secondary"] = sum(secondary_bytes(plan, leaf) for leaf in plan.leaves)
-    errors = error_bytes(plan)
-    if errors:
-        shards["errors"] = errors
+        near = [(leaf.placement.wire.near_memory, secondary_bytes(plan, leaf)) for leaf in plan.leaves]
+        shards["secondary"] = sum(size for away, size in near if not away)
+        host |= {"secondary": size * many} if (size := sum(size for away, size in near if away)) else {}
     return MemoryReport(device=shards, host=host, nvme=nvme, whole=whole)
 
 
@@ -202,7 +205,11 @@ def _wire_lines(plan: Plan) -> list[str]:
     kept = next((wire.kept for wire in wires if wire.kept), ())
     if kept:
         near = "/".join(axis for axis in plan.zero_axes if axis not in kept)
-        lines.append(f"hpZ: gathered over {'/'.join(kept)} once a step, then over {near} alone")
+        away = any(wire.near_memory for wire in wires)
+        lines.append(
+            f"hpZ: gathered over {'/'.join(kept)} once a step, then over {near} alone"
+            + (", from host memory" if away else "")
+        )
     if zero.zero_quantized_weights or zero.zero_quantized_gradients:
         gathered = {str(wire.weights) for wire in wires if wire.weights}
         reduced = {", ".join(f"{fmt} over {axis}" for axis, fmt in wire.hops) for wire in wires if wire.hops}

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from zeroj.config.zero import Zero
 from zeroj.errors import PlanError
+from zeroj.plan.feedback import fed_back
 from zeroj.plan.memory import shard_bytes
 from zeroj.plan.rules import NVME, Placement
 
@@ -35,7 +36,10 @@ def offloaded(plan: Plan) -> Plan:
     Raises:
         PlanError: the devices have no such memory.
     """
-    plan = _params_spilled(_params_offloaded(plan))
+    return _errors_offloaded(_state_offloaded(_params_spilled(_params_offloaded(plan))))
+
+
+def _state_offloaded(plan: Plan) -> Plan:
     part = plan.zero.offload_optimizer
     if plan.spill is not None and part is not None:
         smallest = plan.spill.smallest
@@ -69,17 +73,40 @@ def _state_moved(plan: Plan, kind: str, ratio: float, large: Callable[[Placement
     return replace(plan, leaves=leaves, state_leaves=state)
 
 
+def _errors_offloaded(plan: Plan) -> Plan:
+    """The plan with LoCo's errors in host memory where the optimizer's state is there, or in files.
+
+    With a ratio below 1 the errors of a leaf are where its state is; a leaf without state keeps them on the device.
+    """
+    part = plan.zero.offload_optimizer
+    fed = {leaf.path for leaf in fed_back(plan)}
+    if part is None or not state_off_device(plan.zero) or not fed:
+        return plan
+    kind = host_kind(plan.mesh, part.pin_memory)
+    moved = {x.path for x in plan.leaves if x.path in fed and (x.state_memory or part.ratio >= 1)}
+    leaves = (replace(x, error_memory=kind) if x.path in moved else x for x in plan.leaves)
+    return replace(plan, leaves=tuple(leaves))
+
+
 def _params_offloaded(plan: Plan) -> Plan:
     part = plan.zero.offload_param
     if part is None or part.device != "cpu":
         return plan
     kind = host_kind(plan.mesh, part.pin_memory)
-    return replace(
-        plan,
-        leaves=tuple(
-            replace(x, param_memory=kind) if math.prod(x.shape) > plan.threshold else x for x in plan.leaves
-        ),
-    )
+    large = {x.path for x in plan.leaves if math.prod(x.shape) > plan.threshold}
+    leaves = (_away(x, kind, kind) if x.path in large else x for x in plan.leaves)
+    return replace(plan, leaves=tuple(leaves))
+
+
+def _away(leaf: ParamLeaf, kind: str, near: str) -> ParamLeaf:
+    """A leaf whose stored shard is in ``kind``, and what hpZ keeps of its gathers during a step in ``near``.
+
+    A device that is to hold a few layers cannot hold a whole node's share of all of them: as in DeepSpeed, where the
+    second shard is on the device of offload_param.
+    """
+    wire = leaf.placement.wire
+    placement = replace(leaf.placement, wire=replace(wire, near_memory=near if wire.keeps else ""))
+    return replace(leaf, param_memory=kind, placement=placement)
 
 
 def _params_spilled(plan: Plan) -> Plan:
@@ -108,7 +135,10 @@ def _params_spilled(plan: Plan) -> Plan:
             f"offload_param nvme: {', '.join(small)} are frozen and stored as int8 "
             "(zero_quantized_nontrainable_weights), which is not done for params in files. Leave out one of the two."
         )
-    return replace(plan, leaves=tuple(replace(x, param_memory=NVME) if large(x) else x for x in plan.leaves))
+    part = plan.zero.offload_param
+    keeps = any(leaf.placement.wire.keeps for leaf in plan.leaves)
+    near = host_kind(plan.mesh, part is None or part.pin_memory) if keeps else ""
+    return replace(plan, leaves=tuple(_away(x, NVME, near) if large(x) else x for x in plan.leaves))
 
 
 def state_bytes(plan: Plan) -> dict[str, int]:

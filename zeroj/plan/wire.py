@@ -46,6 +46,7 @@ class Wire:
         note: why the leaf is not quantised though the config asks for it.
         keeps: whether what the first gather gives, a shard over the other axes alone, is kept for later gathers in
             the same step (hpZ).
+        near_memory: the memory kind in which that waits; empty: the device's own.
         stored: whether a device stores its shard in the format of ``weights``: a frozen param.
     """
 
@@ -55,6 +56,7 @@ class Wire:
     note: str = ""
     keeps: bool = False
     stored: bool = False
+    near_memory: str = ""
 
     @property
     def kept(self) -> tuple[str, ...]:

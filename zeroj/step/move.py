@@ -8,13 +8,14 @@ from typing import Any
 import jax
 
 from zeroj.errors import PlanError
+from zeroj.plan.feedback import errors_struct
 from zeroj.plan.offload import host_kind
 from zeroj.plan.plan import Plan
 from zeroj.spill.tier import is_spilled
 from zeroj.step.state import TrainState
 
 #: What may be moved, under the names of :class:`zeroj.MemoryReport`.
-PARTS = ("params", "master", "opt_state")
+PARTS = ("params", "master", "opt_state", "errors")
 
 
 def offload_states(state: TrainState, include: Collection[str] = PARTS) -> TrainState:
@@ -26,7 +27,7 @@ def offload_states(state: TrainState, include: Collection[str] = PARTS) -> Train
 
     Args:
         state: the state.
-        include: among "params", "master" and "opt_state"; left out, all of them.
+        include: among "params", "master", "opt_state" and "errors" (LoCo's); left out, all of them.
 
     Returns:
         The state, with the same values.
@@ -48,7 +49,8 @@ def offload_states(state: TrainState, include: Collection[str] = PARTS) -> Train
 
     held = state.opt_state
     moved = held._replace(master=away("master", held.master), inner=away("opt_state", held.inner))
-    return state._replace(params=away("params", state.params), opt_state=moved)
+    errors = away("errors", state.errors)
+    return state._replace(params=away("params", state.params), opt_state=moved, errors=errors)
 
 
 def reload_states(state: TrainState, plan: Plan) -> TrainState:
@@ -62,7 +64,9 @@ def reload_states(state: TrainState, plan: Plan) -> TrainState:
         The state, with the same values, as the steps take it.
     """
     params = jax.tree.map(_to, state.params, plan.params)
-    return state._replace(params=params, opt_state=jax.tree.map(_to, state.opt_state, plan.opt_state))
+    opt_state = jax.tree.map(_to, state.opt_state, plan.opt_state)
+    places = jax.tree.map(lambda s: s.sharding, errors_struct(plan)) if state.errors else ()
+    return state._replace(params=params, opt_state=opt_state, errors=jax.tree.map(_to, state.errors, places))
 
 
 def _to_host(value: Any) -> Any:

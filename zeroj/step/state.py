@@ -42,6 +42,8 @@ class TrainState(NamedTuple):
         model_state: what the model carries beside its params, whole on every device; ``()`` for most models.
         errors: what quantising lost of the gradients so far (LoCo): path -> a buffer for each hop, of which
             each device has its own along dim 0; see :mod:`zeroj.plan.feedback`. ``()`` without it.
+        feeds: bool scalar beside ``errors``: where it is False (an update was skipped, or ``reset_T`` is over),
+            they stand for zeros. ``()`` without them.
     """
 
     params: Any
@@ -52,6 +54,7 @@ class TrainState(NamedTuple):
     rng: jax.Array
     model_state: Any = ()
     errors: Any = ()
+    feeds: Any = ()
 
 
 def shard_params(plan: Plan, params: Any) -> Any:
@@ -128,9 +131,11 @@ def init_state(
         masters = [master_of(i) for i in range(len(plan.leaves))]
         params, opt_state = _born(wrapped, plan, masters, shardings)
     scaler = init_scale(loss_scale or default_scaling(plan.precision.name))
-    step, skipped, scale, key = _small(plan, (np.int32(0), np.int32(0), scaler), rng)
+    errors = first_errors(plan) or ()
+    counters = (np.int32(0), np.int32(0), scaler, np.bool_(True) if errors else ())
+    step, skipped, scale, feeds, key = _small(plan, counters, rng)
     carried = model_states.everywhere(plan, model_state)
-    return TrainState(params, opt_state, step, skipped, scale, key, carried, first_errors(plan) or ())
+    return TrainState(params, opt_state, step, skipped, scale, key, carried, errors, feeds)
 
 
 def abstract_state(
@@ -152,7 +157,8 @@ def abstract_state(
     small: list[Any] = [counter, counter, jax.tree.map(whole, scale), whole(key)]
     carried = jax.eval_shape(model_state) if callable(model_state) else model_state
     small.append(jax.tree.map(whole, carried))
-    small.append(errors_struct(plan) or ())
+    errors = errors_struct(plan) or ()
+    small += [errors, whole(np.bool_(True)) if errors else ()]
     return TrainState(plan.params_struct(), plan.opt_state_struct(), *small)
 
 

@@ -16,7 +16,7 @@ from zeroj.config.precision import LossScale
 from zeroj.errors import PlanError
 from zeroj.gather.evaluate import evaluate
 from zeroj.gather.gradients import Gradients, gradients
-from zeroj.gather.residual_check import check_offload
+from zeroj.gather.residual_check import check_near, check_offload
 from zeroj.gather.views import make_view
 from zeroj.optimizer.norms import Unfinished, sum_of_squares
 from zeroj.optimizer.spill import SpilledUpdate
@@ -81,8 +81,8 @@ def make_train_step(
         same) and ``finite``, one bool per trained leaf: :class:`zeroj.OverflowWatch` names the leaves.
 
     Raises:
-        PlanError: now or at the first call, when something does not fit together; now, when activations are to
-            be offloaded on a backend that is known, or seen, to do it wrongly.
+        PlanError: now or at the first call, when something does not fit together; now, when activations, or the
+            second shards of hpZ, are to be offloaded on a backend that is known, or seen, to do it wrongly.
 
     Example:
         >>> step = zj.make_train_step(loss_fn, tx, plan, accumulation_steps=4, clip_norm=1.0)
@@ -91,6 +91,7 @@ def make_train_step(
     _check_arguments(loss_fn, accumulation_steps, clip_norm, reduce_op)
     if offload_activations:
         check_offload(plan.mesh)
+    check_near(plan)
     wrapped = wrap_optimizer(tx, plan)
     reader = ParamReader(plan) if plan.spills_params else None
     head = _head(
@@ -140,7 +141,11 @@ def _field_shardings(plan: Plan) -> dict[str, Any]:
     """Where the small fields of the state live, and the errors of quantised gradients."""
     errors = jax.tree.map(lambda s: s.sharding, errors_struct(plan)) or ()
     fields = ("step", "skipped", "scale", "model_state")
-    return {**dict.fromkeys(fields, plan.replicated), "errors": errors}
+    return {
+        **dict.fromkeys(fields, plan.replicated),
+        "errors": errors,
+        "feeds": plan.replicated if errors else (),
+    }
 
 
 def _head(
@@ -159,7 +164,8 @@ def _head(
     def head(state: TrainState, batch: Any) -> tuple[Clipped, Advance, dict[str, Any]]:
         rng = jax.random.fold_in(state.rng, state.scale.iteration)
         scale = state.scale.scale if scaled else jnp.float32(1)
-        out = evaluate_gradients(state.params, batch, rng, scale, state.model_state, errors=state.errors)
+        fed = {"errors": state.errors, "feeds": state.feeds}
+        out = evaluate_gradients(state.params, batch, rng, scale, state.model_state, **fed)
         made_with = scale / times if scaled or times != 1 else None
         clipped = _unscale_and_clip(plan, out, made_with, clip_norm)
         flags = clipped.finite if skips else None
@@ -309,19 +315,18 @@ def _advance(
     done = applied.astype(jnp.int32)
     carried = _carry(plan, state.model_state, out.model_state, applied if conditions else None)
     fields = {"step": state.step + done, "skipped": state.skipped + 1 - done, "scale": scale}
-    errors = _kept_errors(plan, out.errors, applied, fields["step"])
-    fields |= {"model_state": carried, "errors": errors}
+    fields |= {"model_state": carried, **_errors(plan, out.errors, applied, fields["step"])}
     return Advance(fields, applied if conditions else None)
 
 
-def _kept_errors(plan: Plan, errors: Any, applied: jax.Array, step: jax.Array) -> Any:
+def _errors(plan: Plan, errors: Any, applied: jax.Array, step: jax.Array) -> dict[str, Any]:
     """LoCo's errors for the next update: none after one that is skipped, as in DeepSpeed, or every ``reset_T``."""
     loco = plan.zero.zeropp_loco_param
     if loco is None or not errors:
-        return errors
-    keep = applied & (step % loco.reset_T != 0)
-    errors = jax.tree.map(lambda x: jnp.where(keep, x, jnp.zeros_like(x)), errors)
-    return jax.lax.with_sharding_constraint(errors, jax.tree.map(lambda s: s.sharding, errors_struct(plan)))
+        return {"errors": errors, "feeds": ()}
+    shardings = jax.tree.map(lambda s: s.sharding, errors_struct(plan))
+    errors = jax.lax.with_sharding_constraint(errors, shardings)
+    return {"errors": errors, "feeds": applied & (step % loco.reset_T != 0)}
 
 
 def _carry(plan: Plan, before: Any, after: Any, applied: jax.Array | None) -> Any:

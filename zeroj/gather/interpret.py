@@ -211,7 +211,6 @@ def _scan(
     stacks = {id(s.array): s for s in shards}
     known = kept.stacks_in(self.gathers.kept, stacks)
     outer = {key: near for key, near in self.gathers.kept.items() if key.depth > 0}
-    counted = counting(layout, eqn, uniform.jaxpr)
     near_kept: kept.Kept = {}
     kept_whole = self.keep(shards)
     rebuilt: list[Restacked | None] = []
@@ -223,7 +222,7 @@ def _scan(
         args = [lazy.slice_of(x, slices) if s else p for x, s, p in zip(xs, staying, plain_xs, strict=True)]
         before = outer | kept.sliced(known, near_slices, slices)
         given = {path: fed[path].layer(errors[path], index) for path in fed}
-        inner = self.within(given, dict(before), counted)
+        inner = self.within(given, dict(before), counting(layout, eqn, uniform.jaxpr))
         for shard, whole in zip(shards, whole_slices, strict=False):
             inner.gathers.have(lazy.Shard(slices[id(shard.array)], shard.placement, shard.dtype, ""), whole)
         sums = [v for v, r in zip(layout.body.jaxpr.invars[nc : nc + nk], wanted, strict=False) if r]

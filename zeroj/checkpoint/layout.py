@@ -2,9 +2,9 @@
 
 Names are "params/<path>", "opt_state/<path>", and "step", "skipped", "scale/<field>", "rng", and
 "model_state/<path>" where the model carries a state. Under LoCo "errors/<path>/<hop>" holds what every device lost
-at a hop: (devices, *its buffer), in the order of the mesh, padding included; no other mesh can read it. Params are
-stored as what the optimizer updates: their fp32 master where there is one. So a checkpoint of any stage and
-precision has the same arrays.
+at a hop: (devices, *its buffer), in the order of the mesh, padding included; no other mesh can read it; and "feeds"
+whether that counts, or stands for zeros. Params are stored as what the optimizer updates: their fp32 master where
+there is one. So a checkpoint of any stage and precision has the same arrays.
 """
 
 from __future__ import annotations

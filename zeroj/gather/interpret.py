@@ -222,7 +222,6 @@ def _scan(
     stacks = {id(s.array): s for s in shards}
     known = kept.stacks_in(self.gathers.kept, stacks)
     outer = {key: near for key, near in self.gathers.kept.items() if key.depth > 0}
-    counted = counting(layout, eqn, uniform.jaxpr)
     near_kept: kept.Kept = {}
     kept_whole = self.keep(shards)
     rebuilt: list[Restacked | None] = []
@@ -238,7 +237,7 @@ def _scan(
             {path: fed[path].layer(errors[path], index) for path in fed},
             {path: self.sums[path].layer(sums[path], index) for path in summed.values()},
             dict(before),
-            counted,
+            counting(layout, eqn, uniform.jaxpr),
         )
         for shard, whole in zip(shards, whole_slices, strict=False):
             inner.gathers.have(lazy.Shard(slices[id(shard.array)], shard.placement, shard.dtype, ""), whole)

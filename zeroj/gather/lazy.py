@@ -241,7 +241,7 @@ def substitute(value: Any, parts: Mapping[Shard, Any]) -> Any:
     return value
 
 
-def sliced(eqn: Any, operands: list[Any]) -> Lazy | None:
+def sliced(eqn: Any, operands: list[Any]) -> Shard | None:
     """What an equation takes out of a shard, as a smaller shard, so that no more is gathered than is used.
 
     Args:

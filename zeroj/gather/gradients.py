@@ -227,9 +227,9 @@ def _program(
         return head._replace(model_state=carry), wide, walker.gathers.token()
 
     carry = state, own, sums
-    head, grads, token, divisor = accumulate(one, batches, keys, carry, accumulation, view.axes, keeps)
+    head, means, token, divisor = accumulate(one, batches, keys, carry, accumulation, view.axes, keeps)
     state, own, sums = head.model_state
-    grads = [sums[r.into] if r.into else g for r, g in zip(reductions, grads, strict=True)]
+    grads: list[Any] = [sums[r.into] if r.into else g for r, g in zip(reductions, means, strict=True)]
     if not at_once:
         grads = [r(g) for r, g in zip(reductions, grads, strict=True)]
     grads = [total(g, later) for g in grads]

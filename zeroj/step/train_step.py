@@ -123,11 +123,9 @@ def make_train_step(
 
     options = flags.step_options()
     if plan.spills:
-        live = [leaf for leaf in plan.leaves if leaf.trainable]
-        places = [plan.grad_placement(leaf).at(plan.gradient_memory(leaf)) for leaf in live]
         program = jax.jit(
             traced_on(plan.mesh, before_update),
-            out_shardings=([plan.sharding(p) for p in places], _field_shardings(plan), None, plan.replicated),
+            out_shardings=(_waiting(plan), _field_shardings(plan), None, plan.replicated),
             compiler_options=options,
         )
         update = SpilledUpdate(wrapped.user_tx, plan, donate, accumulation_steps)
@@ -135,6 +133,12 @@ def make_train_step(
     return jax.jit(
         traced_on(plan.mesh, step), donate_argnums=(0,) if donate else (), compiler_options=options
     )
+
+
+def _waiting(plan: Plan) -> list[Any]:
+    """Where the gradients of trainable leaves wait for an update that is a program of its own."""
+    live = [leaf for leaf in plan.leaves if leaf.trainable]
+    return [plan.sharding(plan.grad_placement(leaf).at(plan.gradient_memory(leaf))) for leaf in live]
 
 
 def _field_shardings(plan: Plan) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -209,11 +209,7 @@ def _program(
     count = host_sums.count_ahead(traced, len(plan.leaves), WEIGHT, view.axes) if weighted else None
     can_sum = at_once and not later and (count is not None or not weighted)
     reductions = _reductions(plan, view, later, host and (can_sum or accumulation == 1), accumulation, own)
-    sums = {
-        r.into: host_sums.zeros(r, plan.precision.accumulator(x.dtype))
-        for r, x in zip(reductions, live, strict=True)
-        if r.into
-    }
+    sums = _empty_sums(plan, reductions)
     keeps = any(plan.param_placement(leaf).wire.kept for leaf in plan.leaves)
     heads = len(jax.tree.leaves(out_shape))
     wanted = [None] * heads + (reductions if at_once else [None] * len(live))
@@ -230,10 +226,7 @@ def _program(
         head = jax.tree.unflatten(jax.tree.structure(out_shape), outs[:heads])
         made = [g if r.into else r.away(g) for r, g in zip(reductions, outs[heads:], strict=True)]
         sums = {r.into: g for r, g in zip(reductions, made, strict=True) if r.into}
-        wide: list[Any] = [
-            None if r.into else _widened(g, plan.precision.accumulator(x.dtype))
-            for r, g, x in zip(reductions, made, live, strict=True)
-        ]
+        wide = _addends(plan, reductions, made)
         left = {path: fed.left() for path, fed in walker.errors.items()}
         carry = head.model_state, left, jnp.ones_like(feeds) if left else feeds, sums
         return head._replace(model_state=carry), wide, walker.gathers.token()
@@ -250,6 +243,25 @@ def _program(
     after = carried.leave(before, state, view.axes, view.degree)
     left = jax.tree.map(lambda x: jax.lax.expand_dims(x, (0,)), own) if errors else ()
     return (loss, weight, aux, after, token, divisor if sums else None), grads, left
+
+
+def _empty_sums(plan: Plan, reductions: Sequence[Reduction]) -> dict[str, jax.Array]:
+    """Path -> nothing yet, for each leaf whose gradients are summed in host memory."""
+    live = [leaf for leaf in plan.leaves if leaf.trainable]
+    return {
+        r.into: host_sums.zeros(r, plan.precision.accumulator(x.dtype))
+        for r, x in zip(reductions, live, strict=True)
+        if r.into
+    }
+
+
+def _addends(plan: Plan, reductions: Sequence[Reduction], made: Sequence[Any]) -> list[Any]:
+    """A micro-batch's gradients in the accumulator's dtype; None for one that was added to its sum already."""
+    live = [leaf for leaf in plan.leaves if leaf.trainable]
+    return [
+        None if r.into else _widened(g, plan.precision.accumulator(x.dtype))
+        for r, g, x in zip(reductions, made, live, strict=True)
+    ]
 
 
 def _reductions(

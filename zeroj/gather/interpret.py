@@ -14,15 +14,14 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from zeroj import _compat
-from zeroj.collectives.quantized import Feedback, put_layer
-from zeroj.gather import host_sums, kept, lazy
-from zeroj.gather.counters import Counted, counting
+from zeroj.collectives.quantized import Feedback
+from zeroj.gather import host_sums, kept, lazy, loops
+from zeroj.gather.counters import Counted
 from zeroj.gather.reductions import Reduction, ReductionPlan, Reductions, is_zero, place_reductions
 from zeroj.gather.regions import NotAlike, Operands, Regions
-from zeroj.gather.stacks import Restacked, made_by, only_sliced, restack, stacks_of, warn_whole
+from zeroj.gather.stacks import only_sliced
 from zeroj.gather.tokens import Gather, Gathers, Tokens
 from zeroj.gather.uniform import Uniform
 from zeroj.gather.uses import in_order_of_use, last_uses
@@ -199,86 +198,6 @@ COSTLY = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general",
 Rule = Callable[[Interpreter, _compat.Eqn, list[Any], Reductions, Uniform], list[Any]]
 
 
-def _scan(
-    self: Interpreter, eqn: _compat.Eqn, operands: list[Any], wanted: Reductions, uniform: Uniform
-) -> list[Any]:
-    """Layers in a loop: stacks of shards go in, each iteration gathers its own slice.
-
-    Parameters that every iteration uses whole (the loop's constants) are gathered once, before it; a stack of
-    which every iteration takes a slice by its index is gathered slice by slice.
-    """
-    layout = _compat.scan_layout(eqn)
-    nc, nk = layout.num_consts, layout.num_carry
-    xs = operands[nc + nk :]
-    staying = [lazy.is_lazy(x) and lazy.sliceable(x) for x in xs]
-    warn_whole([x for x, stay in zip(xs, staying, strict=True) if lazy.is_lazy(x) and not stay], eqn)
-    same = uniform.of_scan(eqn)
-    lazy_consts = {i: x for i, x in enumerate(operands[:nc]) if only_sliced(same, i, x)}
-    waiting = [None if i in lazy_consts else x for i, x in enumerate(operands[: nc + nk])]
-    ready = self.force(waiting + [None if s else x for x, s in zip(xs, staying, strict=True)])
-    consts, init, whole_xs = ready[:nc], ready[nc : nc + nk], ready[nc + nk :]
-    consts = [lazy_consts.get(i, x) for i, x in enumerate(consts)]
-    shards = [s for x, stay in zip(xs, staying, strict=True) if stay for s in lazy.shards_of(x)]
-    stacks = {id(s.array): s for s in shards}
-    known = kept.stacks_in(self.gathers.kept, stacks)
-    outer = {key: near for key, near in self.gathers.kept.items() if key.depth > 0}
-    near_kept: kept.Kept = {}
-    kept_whole = self.keep(shards)
-    rebuilt: list[Restacked | None] = []
-    fed = {r.feedback.path: self.errors[r.feedback.path] for r in wanted if r and r.feedback}
-    summed = {at: r.into for at, r in enumerate(wanted) if r and r.into}  # outputs that are added to sums
-
-    def body(carried: tuple[list[Any], Any, Any], sliced: tuple[Any, ...]) -> tuple[Any, Any]:
-        (carry, errors, sums), (plain_xs, shard_slices, whole_slices, near_slices, index) = carried, sliced
-        slices = dict(zip(stacks, shard_slices, strict=True))
-        args = [lazy.slice_of(x, slices) if s else p for x, s, p in zip(xs, staying, plain_xs, strict=True)]
-        before = outer | kept.sliced(known, near_slices, slices)
-        inner = self.within(
-            {path: fed[path].layer(errors[path], index) for path in fed},
-            {path: self.sums[path].layer(sums[path], index) for path in summed.values()},
-            dict(before),
-            counting(layout, eqn, uniform.jaxpr),
-        )
-        for shard, whole in zip(shards, whole_slices, strict=False):
-            inner.gathers.have(lazy.Shard(slices[id(shard.array)], shard.placement, shard.dtype, ""), whole)
-        added = [v for v, r in zip(layout.body.jaxpr.invars[nc : nc + nk], wanted, strict=False) if r]
-        outs = inner.run(layout.body, [*consts, *carry, *args], wanted, added, same)
-        sums = {path: host_sums.put_layer(sums[path], outs[at], index) for at, path in summed.items()}
-        outs = [None if at in summed else out for at, out in enumerate(outs)]
-        origin = {id(piece): stacks[key] for key, piece in slices.items()}
-        outside = {id(shard.array) for x in lazy_consts.values() for shard in lazy.shards_of(x)}
-        rebuilt[:] = [restack(out, origin, outside) for out in outs[nk:]]
-        real = [out for out, stack in zip(outs[nk:], rebuilt, strict=True) if stack is None]
-        forced = inner.force(outs[:nk] + real)
-        made = made_by(rebuilt)
-        near_kept.clear()
-        near_kept.update(kept.stacked(inner.gathers.kept, before, origin, made))
-        nears = [near.value for near in near_kept.values()]
-        errors = {path: put_layer(errors[path], inner.errors[path].left(), index) for path in fed}
-        carried = forced[:nk], errors, sums
-        return carried, (forced[nk:], [s.array for s in made], nears, inner.gathers.token())
-
-    stacked = [s.array for s in stacks.values()], kept_whole, [near.value for near in known.values()]
-    (carry, errors, sums), (ys, pieces, nears, tokens) = jax.lax.scan(
-        body,
-        (
-            list(init),
-            {path: tuple(f.errors) for path, f in fed.items()},
-            {path: self.sums[path].value for path in summed.values()},
-        ),
-        (whole_xs, *stacked, jnp.arange(layout.length) if fed or summed else None),
-        length=layout.length,
-        reverse=layout.reverse,
-        unroll=layout.unroll,
-    )
-    self.gathers.gate = self.gathers.gate + jnp.sum(tokens)
-    self.gathers.kept |= kept.with_values(near_kept, nears, stacks_of(rebuilt, pieces, layout.length))
-    self.errors |= {path: fed[path].after(errors[path]) for path in fed}
-    rest, made = iter(ys), iter(pieces)
-    outs = [*carry, *(next(rest) if s is None else s.build(made, layout.length) for s in rebuilt)]
-    return [sums[summed[at]] if at in summed else out for at, out in enumerate(outs)]
-
-
 def _remat(
     self: Interpreter, eqn: _compat.Eqn, operands: list[Any], wanted: Reductions, uniform: Uniform
 ) -> list[Any]:
@@ -346,7 +265,7 @@ def _whole_first(
 
 #: Primitive -> rule. What is not here is a call (walked into), lazy arithmetic, or a consumer.
 RULES: dict[str, Rule] = {
-    "scan": _scan,
+    "scan": loops.scan,
     "remat2": _remat,
     "checkpoint": _remat,
     "cond": _whole_first,

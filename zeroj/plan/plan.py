@@ -139,9 +139,7 @@ class Plan:
         return leaf.placement if self.stage.grads else leaf.placement.whole()
 
     def gradient_memory(self, leaf: ParamLeaf) -> str:
-        """Where a step's gradient waits for the update: in host memory, if neither its param nor its state are on
-        the device.
-        """
+        """Where a step's gradient waits for the update: on the host if neither its param nor state is on the device."""
         return offload.PINNED if leaf.param_memory and leaf.state_memory else ""
 
     def accumulator_memory(self, leaf: ParamLeaf) -> str:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from zeroj import _compat, flags
@@ -18,19 +17,16 @@ from zeroj.gather.evaluate import evaluate
 from zeroj.gather.gradients import Gradients, gradients
 from zeroj.gather.residual_check import check_near, check_offload
 from zeroj.gather.views import make_view
-from zeroj.optimizer.norms import Unfinished, sum_of_squares
 from zeroj.optimizer.spill import SpilledUpdate
 from zeroj.optimizer.zero import ZeroOptimizer, apply_gradients, wrap_optimizer
 from zeroj.plan.feedback import errors_struct
 from zeroj.plan.mesh import traced_on
 from zeroj.plan.plan import Plan
 from zeroj.spill.reader import ParamReader
+from zeroj.step.clip import Clipped, unscale_and_clip
 from zeroj.step.precision import default_scaling, is_stuck, next_scale
 from zeroj.step.spilled import SpilledStep, WithoutFiles
 from zeroj.step.state import TrainState
-
-#: Added to the norm before it divides, as DeepSpeed does: clip_factor = min(1, max_norm / (norm + 1e-6)).
-CLIP_EPSILON = 1e-6
 
 
 def make_train_step(
@@ -171,7 +167,7 @@ def _head(
         fed = {"errors": state.errors, "feeds": state.feeds}
         out = evaluate_gradients(state.params, batch, rng, scale, state.model_state, **fed)
         made_with = scale / times if scaled or times != 1 else None
-        clipped = _unscale_and_clip(plan, out, made_with, clip_norm)
+        clipped = unscale_and_clip(plan, out, made_with, clip_norm)
         flags = clipped.finite if skips else None
         finite = None if flags is None else jnp.all(flags) & jnp.isfinite(clipped.norm)
         new = _advance(plan, state, out, finite, scaling)
@@ -238,57 +234,6 @@ def make_eval_step(
 
     jitted = jax.jit(traced_on(plan.mesh, step))
     return WithoutFiles(jitted, plan, reader) if plan.spills else jitted
-
-
-class Clipped(NamedTuple):
-    """Gradients as the optimizer is to see them.
-
-    Attributes:
-        grads: unscaled and clipped; those in host memory as they came.
-        norm: fp32 scalar, the global norm before clipping.
-        factor: fp32 scalar, what they were multiplied by.
-        finite: bool (leaves,), for each whether all its elements, on every device, are finite, and the sum of
-            their squares with them.
-        left: makes the same of what of a gradient is brought to the device.
-    """
-
-    grads: list[jax.Array]
-    norm: jax.Array
-    factor: jax.Array
-    finite: jax.Array
-    left: Unfinished
-
-
-def _unscale_and_clip(
-    plan: Plan, out: Gradients, scale: jax.Array | None, clip_norm: float | None
-) -> Clipped:
-    """Divides by the scale that the gradients were made with, and clips by the global norm.
-
-    A leaf counts as finite where the sum of its squares is: a larger one overflows the norm, and with it the step.
-    """
-    dtypes = [leaf.dtype for leaf in plan.leaves if leaf.trainable]
-    away = [_compat.is_on_host(g) for g in out.grads]
-    left = Unfinished(out.divisor, scale, None)
-
-    def fetched(grad: jax.Array, dtype: np.dtype) -> jax.Array:
-        return left.fetched(grad, dtype, plan.precision)
-
-    grads = [
-        g if host else left.unscaled(g, x, plan.precision)
-        for g, x, host in zip(out.grads, dtypes, away, strict=True)
-    ]
-    each = [
-        sum_of_squares(g, partial(fetched, dtype=x) if host else None, plan.degree)
-        for g, x, host in zip(grads, dtypes, away, strict=True)
-    ]
-    squares = jnp.stack(each) if each else jnp.zeros((0,), jnp.float32)
-    norm = jnp.sqrt(jnp.sum(squares))
-    factor = jnp.float32(1)
-    if clip_norm is not None:
-        factor = jnp.minimum(1.0, clip_norm / (norm + CLIP_EPSILON))
-        left = left._replace(factor=factor)
-    done = [g if host else left.clip(g) for g, host in zip(grads, away, strict=True)]
-    return Clipped(done, norm, factor, jnp.isfinite(squares), left)
 
 
 class Advance(NamedTuple):

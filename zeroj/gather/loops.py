@@ -1,0 +1,131 @@
+"""The walk's rule for ``scan``: stacks of shards go in, each iteration gathers its own slice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from zeroj import _compat
+from zeroj.collectives.quantized import Feedback, put_layer
+from zeroj.gather import host_sums, kept, lazy
+from zeroj.gather.counters import counting
+from zeroj.gather.reductions import Reductions
+from zeroj.gather.stacks import Restacked, made_by, only_sliced, restack, stacks_of, warn_whole
+from zeroj.gather.uniform import Uniform
+
+if TYPE_CHECKING:
+    from zeroj.gather.interpret import Interpreter
+
+
+def scan(
+    self: Interpreter, eqn: _compat.Eqn, operands: list[Any], wanted: Reductions, uniform: Uniform
+) -> list[Any]:
+    """Layers in a loop.
+
+    Parameters that every iteration uses whole (the loop's constants) are gathered once, before it; a stack of
+    which every iteration takes a slice by its index is gathered slice by slice.
+    """
+    loop = _Loop(self, eqn, wanted, uniform)
+    init, xs = loop.enter(operands)
+    layout = loop.layout
+    (carry, errors, sums), (ys, pieces, nears, tokens) = jax.lax.scan(
+        loop.body, init, xs, length=layout.length, reverse=layout.reverse, unroll=layout.unroll
+    )
+    self.gathers.gate = self.gathers.gate + jnp.sum(tokens)
+    near = kept.with_values(loop.near_kept, nears, stacks_of(loop.rebuilt, pieces, layout.length))
+    self.gathers.kept |= near
+    self.errors |= {path: loop.fed[path].after(errors[path]) for path in loop.fed}
+    rest, made = iter(ys), iter(pieces)
+    outs = [*carry, *(next(rest) if s is None else s.build(made, layout.length) for s in loop.rebuilt)]
+    return [sums[loop.summed[at]] if at in loop.summed else out for at, out in enumerate(outs)]
+
+
+@dataclass
+class _Loop:
+    """One loop while it is walked.
+
+    Attributes:
+        walker: the interpreter that came to it.
+        eqn: its equation.
+        wanted: per output the reduction over devices that it needs, or None.
+        uniform: the uniform values around it.
+        fed: path -> errors of quantised reductions inside it.
+        summed: number of an output -> path of the sum in host memory that it is added to.
+        near_kept: after the walk of its body, what an iteration keeps of its gathers.
+        rebuilt: after the walk of its body, for each y the stacks that it is made of, or None.
+    """
+
+    walker: Interpreter
+    eqn: _compat.Eqn
+    wanted: Reductions
+    uniform: Uniform
+    near_kept: kept.Kept = field(default_factory=dict)
+    rebuilt: list[Restacked | None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.layout = _compat.scan_layout(self.eqn)
+        self.same = self.uniform.of_scan(self.eqn)
+        errors = self.walker.errors
+        paths = (r.feedback.path for r in self.wanted if r and r.feedback)
+        self.fed: dict[str, Feedback] = {path: errors[path] for path in paths}
+        self.summed: dict[int, str] = {at: r.into for at, r in enumerate(self.wanted) if r and r.into}
+
+    def enter(self, operands: list[Any]) -> tuple[Any, Any]:
+        """Gathers what every iteration uses; what the loop carries at first, and what it runs over."""
+        walker, nc, nk = self.walker, self.layout.num_consts, self.layout.num_carry
+        xs = operands[nc + nk :]
+        self.lazy_xs = [x if lazy.is_lazy(x) and lazy.sliceable(x) else None for x in xs]
+        whole = [x for x, stays in zip(xs, self.lazy_xs, strict=True) if lazy.is_lazy(x) and stays is None]
+        warn_whole(whole, self.eqn)
+        self.lazy_consts = {i: x for i, x in enumerate(operands[:nc]) if only_sliced(self.same, i, x)}
+        waiting = [None if i in self.lazy_consts else x for i, x in enumerate(operands[: nc + nk])]
+        ready = walker.force(
+            waiting + [x if s is None else None for x, s in zip(xs, self.lazy_xs, strict=True)]
+        )
+        self.consts = [self.lazy_consts.get(i, x) for i, x in enumerate(ready[:nc])]
+        self.shards = [s for x in self.lazy_xs if x is not None for s in lazy.shards_of(x)]
+        self.stacks = {id(s.array): s for s in self.shards}
+        self.known = kept.stacks_in(walker.gathers.kept, self.stacks)
+        self.outer = {key: near for key, near in walker.gathers.kept.items() if key.depth > 0}
+        errors = {path: tuple(f.errors) for path, f in self.fed.items()}
+        sums = {path: walker.sums[path].value for path in self.summed.values()}
+        index = jnp.arange(self.layout.length) if errors or sums else None
+        stacked = [s.array for s in self.stacks.values()]
+        nears = [near.value for near in self.known.values()]
+        init = list(ready[nc : nc + nk]), errors, sums
+        return init, (ready[nc + nk :], stacked, walker.keep(self.shards), nears, index)
+
+    def body(self, carried: tuple[list[Any], Any, Any], sliced: tuple[Any, ...]) -> tuple[Any, Any]:
+        """One iteration: (carry, errors, sums), slices -> the same, (ys, pieces of stacks, what is kept, token)."""
+        (carry, errors, sums), (plain_xs, shard_slices, whole_slices, near_slices, index) = carried, sliced
+        nc, nk, program = self.layout.num_consts, self.layout.num_carry, self.layout.body
+        slices = dict(zip(self.stacks, shard_slices, strict=True))
+        lazies = zip(self.lazy_xs, plain_xs, strict=True)
+        args = [p if x is None else lazy.slice_of(x, slices) for x, p in lazies]
+        before = self.outer | kept.sliced(self.known, near_slices, slices)
+        inner = self.walker.within(
+            {path: self.fed[path].layer(errors[path], index) for path in self.fed},
+            {path: self.walker.sums[path].layer(sums[path], index) for path in self.summed.values()},
+            dict(before),
+            counting(self.layout, self.eqn, self.uniform.jaxpr),
+        )
+        for shard, whole in zip(self.shards, whole_slices, strict=False):
+            inner.gathers.have(lazy.Shard(slices[id(shard.array)], shard.placement, shard.dtype, ""), whole)
+        added = [v for v, r in zip(program.jaxpr.invars[nc : nc + nk], self.wanted, strict=False) if r]
+        outs = inner.run(program, [*self.consts, *carry, *args], self.wanted, added, self.same)
+        sums = {path: host_sums.put_layer(sums[path], outs[at], index) for at, path in self.summed.items()}
+        outs = [None if at in self.summed else out for at, out in enumerate(outs)]
+        origin = {id(piece): self.stacks[key] for key, piece in slices.items()}
+        outside = {id(shard.array) for x in self.lazy_consts.values() for shard in lazy.shards_of(x)}
+        self.rebuilt = [restack(out, origin, outside) for out in outs[nk:]]
+        real = [out for out, stack in zip(outs[nk:], self.rebuilt, strict=True) if stack is None]
+        forced = inner.force(outs[:nk] + real)
+        made = made_by(self.rebuilt)
+        self.near_kept = kept.stacked(inner.gathers.kept, before, origin, made)
+        errors = {path: put_layer(errors[path], inner.errors[path].left(), index) for path in self.fed}
+        nears = [near.value for near in self.near_kept.values()]
+        pieces = [s.array for s in made]
+        return (forced[:nk], errors, sums), (forced[nk:], pieces, nears, inner.gathers.token())

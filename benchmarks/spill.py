@@ -41,7 +41,7 @@ PIECE, COUNT, BLOCK, WORKERS = 64 << 20, 16, 4 << 20, 8
 ROUNDS = 5
 NAMES = {f"piece{i}": PIECE for i in range(COUNT)}
 #: Nothing is left to do to these gradients, which are on the device.
-ALL_DONE = Unfinished(np.float32(1), None)
+ALL_DONE = Unfinished(None, None, None)
 
 
 class Raw:

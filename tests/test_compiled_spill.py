@@ -70,7 +70,7 @@ def test_results_for_files_leave_the_device_in_page_locked_memory() -> None:
     for index in (i for i, owner in enumerate(layout.owners) if owner is None):
         struct = layout.struct(index)
         values[index] = jnp.zeros(struct.shape, struct.dtype)
-    left = Unfinished(jnp.float32(1), jnp.float32(1))
+    left = Unfinished(None, jnp.float32(1), jnp.float32(1))
     shared, _ = update.shared(values, left)
     part = max(update.parts, key=lambda p: bytes_of(update.room(p)))
     jitted, structs = update.jitted(part, shared, left)

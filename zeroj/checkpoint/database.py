@@ -28,7 +28,7 @@ from zeroj.spill.tier import SpilledArray
 #: Bytes of reads or writes in flight at once, per process.
 IN_FLIGHT_BYTES = 64 * 2**20
 #: Priority of the threads that write in the background, as ``nice`` counts.
-BACKGROUND_NICE = 10
+BACKGROUND_NICE = 19
 #: Each process writes a database of its own here; they are merged, by reference, when all have finished.
 PROCESS_FOLDER = "process_"
 

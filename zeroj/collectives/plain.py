@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zeroj import _compat
 from zeroj.plan.rules import Placement
 
 
@@ -77,13 +76,3 @@ def unpad(value: jax.Array, placement: Placement) -> jax.Array:
     if placement.padded == placement.shape:
         return value
     return jax.lax.slice(value, (0,) * value.ndim, placement.shape)
-
-
-def here(value: jax.Array) -> jax.Array:
-    """The same on the device."""
-    return jax.device_put(value, jax.memory.Space.Device) if _compat.is_on_host(value) else value
-
-
-def beside(old: jax.Array, new: jax.Array) -> jax.Array:
-    """``new``, in the memory that ``old`` is in."""
-    return jax.device_put(new, jax.memory.Space.Host) if _compat.is_on_host(old) else new

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zeroj.collectives import plain
+from zeroj.collectives import memory, plain
 from zeroj.collectives.quantize import dequantize, quantize
 from zeroj.plan.rules import Placement
 
@@ -66,8 +66,7 @@ class Feedback:
 
     def layer(self, errors: Sequence[jax.Array], index: jax.Array) -> Feedback:
         """That of one layer of a stack, whose errors are ``errors``; on the device."""
-        cut = [plain.here(jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)) for stack in errors]
-        return replace(self, errors=cut)
+        return replace(self, errors=[memory.layer_of(stack, index) for stack in errors])
 
     def fetched(self, value: jax.Array) -> tuple[Feedback, jax.Array]:
         """The same on the device, not before ``value`` is made; and ``value``.
@@ -76,13 +75,13 @@ class Feedback:
         host are rounded alike, and a last bit cannot turn a rounding of the quantiser.
         """
         held, value = jax.lax.optimization_barrier((list(self.errors), value))
-        return replace(self, errors=[plain.here(error) for error in held]), value
+        return replace(self, errors=[memory.here(error) for error in held]), value
 
     def after(self, errors: Sequence[jax.Array]) -> Feedback:
         """That of the next reduction: ``errors`` are what this one leaves, and go where its own are."""
         pairs = zip(self.errors, jax.lax.optimization_barrier(list(errors)), strict=True)
         return replace(
-            self, errors=[plain.beside(*pair) for pair in pairs], counts=jnp.bool_(True), used=True
+            self, errors=[memory.beside(*pair) for pair in pairs], counts=jnp.bool_(True), used=True
         )
 
     def left(self) -> tuple[jax.Array, ...]:
@@ -90,19 +89,9 @@ class Feedback:
         if self.used:
             return tuple(self.errors)
         values = [
-            jnp.where(self.counts, here := plain.here(error), jnp.zeros_like(here)) for error in self.errors
+            jnp.where(self.counts, here := memory.here(error), jnp.zeros_like(here)) for error in self.errors
         ]
-        return tuple(plain.beside(old, new) for old, new in zip(self.errors, values, strict=True))
-
-
-def put_layer(
-    errors: Sequence[jax.Array], layer: Sequence[jax.Array], index: jax.Array
-) -> tuple[jax.Array, ...]:
-    """The stacks of errors with those of one layer replaced: in a loop's carry this is done in place."""
-    pairs = zip(errors, layer, strict=True)
-    return tuple(
-        jax.lax.dynamic_update_index_in_dim(stack, plain.beside(stack, new), index, 0) for stack, new in pairs
-    )
+        return tuple(memory.beside(old, new) for old, new in zip(self.errors, values, strict=True))
 
 
 def reduce(value: jax.Array, placement: Placement, axes: Sequence[str]) -> jax.Array:

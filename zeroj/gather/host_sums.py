@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from zeroj import _compat
+from zeroj.collectives import memory
 from zeroj.collectives.plain import total
 from zeroj.gather.reductions import Reduction
 
@@ -42,28 +43,15 @@ class HostSum:
         wide = addend.astype(self.value.dtype)
         if self.weight is not None:
             wide = wide * self.weight.astype(wide.dtype)
-        if not _compat.is_on_host(self.value):
-            return self.value + wide
-        here = jax.device_put(self.value, jax.memory.Space.Device)
-        return jax.device_put(here + wide, jax.memory.Space.Host)
+        return memory.beside(self.value, memory.here(self.value) + wide)
 
     def layer(self, stack: jax.Array, index: jax.Array) -> HostSum:
         """The sum of one slice of ``stack``, on the device."""
-        one = jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
-        return replace(
-            self, value=jax.device_put(one, jax.memory.Space.Device) if _compat.is_on_host(one) else one
-        )
+        return replace(self, value=memory.layer_of(stack, index))
 
 
 #: Path of a leaf -> the sum of its gradients.
 Sums = dict[str, HostSum]
-
-
-def put_layer(stack: jax.Array, layer: jax.Array, index: jax.Array) -> jax.Array:
-    """``stack`` with one slice replaced, in place in a loop's carry."""
-    if _compat.is_on_host(stack):
-        layer = jax.device_put(layer, jax.memory.Space.Host)
-    return jax.lax.dynamic_update_index_in_dim(stack, layer, index, 0)
 
 
 def zeros(reduction: Reduction, dtype: Any) -> jax.Array:

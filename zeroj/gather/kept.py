@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import jax
 
-from zeroj.collectives import plain
+from zeroj.collectives import memory
 from zeroj.gather.lazy import Shard
 
 
@@ -47,7 +47,7 @@ def near_of(kept: Kept, shard: Shard) -> jax.Array | None:
     stack = kept.get(Key(id(layer.stack.array), str(shard.dtype), 1))
     if stack is None:
         return None
-    return plain.here(jax.lax.dynamic_index_in_dim(stack.value, layer.index, keepdims=False))
+    return memory.layer_of(stack.value, layer.index)
 
 
 def stacks_in(kept: Kept, stacks: Mapping[int, Shard]) -> Kept:

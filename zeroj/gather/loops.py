@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from zeroj import _compat
-from zeroj.collectives.quantized import Feedback, put_layer
-from zeroj.gather import host_sums, kept, lazy
+from zeroj.collectives.memory import put_layer
+from zeroj.collectives.quantized import Feedback
+from zeroj.gather import kept, lazy
 from zeroj.gather.counters import counting
 from zeroj.gather.reductions import Reductions
 from zeroj.gather.stacks import Restacked, made_by, only_sliced, restack, stacks_of, warn_whole
@@ -68,6 +69,7 @@ class _Loop:
     def __post_init__(self) -> None:
         self.layout = _compat.scan_layout(self.eqn)
         self.same = self.uniform.of_scan(self.eqn)
+        self.counted = counting(self.layout, self.eqn, self.uniform.jaxpr)
         errors = self.walker.errors
         paths = (r.feedback.path for r in self.wanted if r and r.feedback)
         self.fed: dict[str, Feedback] = {path: errors[path] for path in paths}
@@ -110,13 +112,13 @@ class _Loop:
             {path: self.fed[path].layer(errors[path], index) for path in self.fed},
             {path: self.walker.sums[path].layer(sums[path], index) for path in self.summed.values()},
             dict(before),
-            counting(self.layout, self.eqn, self.uniform.jaxpr),
+            self.counted,
         )
         for shard, whole in zip(self.shards, whole_slices, strict=False):
             inner.gathers.have(lazy.Shard(slices[id(shard.array)], shard.placement, shard.dtype, ""), whole)
         added = [v for v, r in zip(program.jaxpr.invars[nc : nc + nk], self.wanted, strict=False) if r]
         outs = inner.run(program, [*self.consts, *carry, *args], self.wanted, added, self.same)
-        sums = {path: host_sums.put_layer(sums[path], outs[at], index) for at, path in self.summed.items()}
+        sums = {path: put_layer(sums[path], outs[at], index) for at, path in self.summed.items()}
         outs = [None if at in self.summed else out for at, out in enumerate(outs)]
         origin = {id(piece): self.stacks[key] for key, piece in slices.items()}
         outside = {id(shard.array) for x in self.lazy_consts.values() for shard in lazy.shards_of(x)}
@@ -125,7 +127,11 @@ class _Loop:
         forced = inner.force(outs[:nk] + real)
         made = made_by(self.rebuilt)
         self.near_kept = kept.stacked(inner.gathers.kept, before, origin, made)
-        errors = {path: put_layer(errors[path], inner.errors[path].left(), index) for path in self.fed}
+        left = {path: inner.errors[path].left() for path in self.fed}
+        errors = {
+            path: tuple(put_layer(*pair, index) for pair in zip(errors[path], left[path], strict=True))
+            for path in self.fed
+        }
         nears = [near.value for near in self.near_kept.values()]
         pieces = [s.array for s in made]
         return (forced[:nk], errors, sums), (forced[nk:], pieces, nears, inner.gathers.token())

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zeroj.collectives import plain
+from zeroj.collectives import memory
 from zeroj.gather import lazy
 from zeroj.gather.kept import Kept, Key, Near, near_of
 from zeroj.gather.lazy import Shard
@@ -127,7 +127,7 @@ class Gathers:
         for (key, shard), array in zip(new.items(), arrays, strict=True):
             wire = shard.placement.wire
             if key in kept:
-                start = plain.here(array)
+                start = memory.here(array)
             else:
                 start = self._gather.near(self._fetched(array, shard), shard.placement)
             if key not in kept and wire.kept:

@@ -9,7 +9,7 @@ import jax
 import optax
 
 from zeroj import _compat
-from zeroj.collectives import plain
+from zeroj.collectives import memory, plain
 from zeroj.optimizer.partition import SplitUpdate, split_update
 from zeroj.optimizer.update import as_params, store_state
 from zeroj.optimizer.zero import first_state
@@ -136,7 +136,7 @@ class _Birth:
     def _on_devices(self, value: Any) -> jax.Array:
         if not isinstance(value, jax.Array):
             return value.to_devices()
-        return jax.device_put(value, jax.memory.Space.Device) if _compat.is_on_host(value) else value
+        return memory.here(value)
 
     def _struct(self, index: int) -> jax.ShapeDtypeStruct:
         leaf = self.plan.leaves[index]

@@ -163,12 +163,10 @@ class SpilledUpdate:
             return results, ([known[v] for v in kept_alive], left)  # which is a second use, too
 
         structs: list[Any] = [[self._given(part, i) for i in some] for some in inputs]
-        structs.append(
-            [jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=self.plan.replicated) for v in shared]
-        )
+        scalar = lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=self.plan.replicated)  # noqa: E731
+        structs.append([scalar(v) for v in shared])
         structs.append([self.layout.param_struct(n) for n in old])
         structs.append([] if self.rooms is None else self.room(part))
-        scalar = lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=self.plan.replicated)  # noqa: E731
         structs.append(jax.tree.map(scalar, left))
         structs.append(jax.ShapeDtypeStruct((), np.int32))
         away = self.rooms is None  # results for files leave the device in page-locked memory

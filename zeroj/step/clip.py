@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from zeroj import _compat
 from zeroj.gather.gradients import Gradients
@@ -46,9 +45,7 @@ def unscale_and_clip(plan: Plan, out: Gradients, scale: jax.Array | None, clip_n
     away = [_compat.is_on_host(g) for g in out.grads]
     left = Unfinished(out.divisor, scale, None)
 
-    def fetched(grad: jax.Array, dtype: np.dtype) -> jax.Array:
-        return left.fetched(grad, dtype, plan.precision)
-
+    fetched = partial(left.fetched, precision=plan.precision)
     grads = [
         g if host else left.unscaled(g, x, plan.precision)
         for g, x, host in zip(out.grads, dtypes, away, strict=True)

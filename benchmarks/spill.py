@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -35,10 +35,13 @@ from zeroj.spill.buffers import aligned
 from zeroj.spill.direct_store import DirectStore, supports_direct
 from zeroj.spill.folder import RunFolder
 from zeroj.spill.orbax_store import OrbaxStore
+from zeroj.spill.store import Pending
 from zeroj.spill.tier import is_spilled
 
 PIECE, COUNT, BLOCK, WORKERS = 64 << 20, 16, 4 << 20, 8
 ROUNDS = 5
+#: Bytes per second, each way, of a disk that reads and writes at the same time.
+STEADY = 0.5e9
 NAMES = {f"piece{i}": PIECE for i in range(COUNT)}
 #: Nothing is left to do to these gradients, which are on the device.
 ALL_DONE = Unfinished(None, None, None)
@@ -110,6 +113,31 @@ class Bare:
         return ts.array(out, copy=False, write=True).write(self.stores[name])
 
 
+class Steady:
+    """A simulated disk: host memory, at :data:`STEADY` bytes per second each way, reads and writes side by side."""
+
+    def __init__(self) -> None:
+        self._memory: dict[str, np.ndarray] = {}
+        self._ways = {way: ThreadPoolExecutor(1) for way in ("read", "write")}
+
+    def reserve(self, sizes: Mapping[str, int]) -> None:
+        """Makes room."""
+        self._memory |= {name: np.zeros(size, np.uint8) for name, size in sizes.items()}
+
+    def write(self, name: str, data: np.ndarray) -> Pending:
+        """Begins to write a piece."""
+        return self._ways["write"].submit(self._move, self._memory[name], data)
+
+    def read(self, name: str, out: np.ndarray) -> Pending:
+        """Begins to read a piece."""
+        return self._ways["read"].submit(self._move, out, self._memory[name])
+
+    def _move(self, out: np.ndarray, data: np.ndarray) -> None:
+        until = time.perf_counter() + data.nbytes / STEADY
+        out[:] = data
+        time.sleep(max(0.0, until - time.perf_counter()))
+
+
 @contextlib.contextmanager
 def folders() -> Iterator[Callable[[str], str]]:
     run = RunFolder(os.environ.get("ZEROJ_NVME", os.path.join(tempfile.gettempdir(), "zeroj-bench")))
@@ -132,7 +160,7 @@ def rates(stores: dict[str, Any]) -> dict[tuple[str, str], float]:
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for store in stores.values():
         timed(NAMES, store.write, PIECE, 1)  # no store pays for touching new space
-    for _, (name, store) in itertools.product(range(ROUNDS), stores.items()):
+    for _, (name, store) in itertools.product(range(ROUNDS + 2), stores.items()):
         for what, move in (("write", store.write), ("read", store.read)):
             os.sync()
             found[name, what].append(timed(NAMES, move, PIECE, 1))
@@ -159,8 +187,14 @@ class Best:
         return out
 
 
-def update_pass(engine: str) -> list[Figure]:
-    """A whole update of 1 GiB of AdamW's state on one device, beside the slowest of its three parts alone."""
+def update_pass(engine: str, name: str, disk: Any = None) -> list[Figure]:
+    """A whole update of 1 GiB of AdamW's state on one device, beside its three parts: each alone, and all at once.
+
+    Args:
+        engine: "direct" or "orbax".
+        name: what the rows call it.
+        disk: a store to use in place of the engine's.
+    """
     best = Best()
     with folders() as folder:
         plan, state, update = _one_update(folder("pass"), engine)
@@ -168,6 +202,9 @@ def update_pass(engine: str) -> list[Figure]:
         arrays = Arrays(*([jax.tree.leaves(t) for t in (state.params, state.params, state.opt_state.inner)]))
         spilled = [x for x in arrays.inner if is_spilled(x)]
         views = {shard.name: aligned(shard.nbytes)[: shard.nbytes] for x in spilled for shard in x.shards}
+        if disk is not None:
+            disk.reserve({name: view.nbytes for name, view in views.items()})
+            spilled[0].tier.store = disk
         store = spilled[0].tier.store
 
         def whole() -> Arrays:
@@ -177,29 +214,41 @@ def update_pass(engine: str) -> list[Figure]:
             return done
 
         arrays = whole()  # compiles
+        # one piece is not read and written at once; written is from memory aligned as a CPU's results are
+        results = {name: aligned(view.nbytes + 64)[64 : view.nbytes + 64] for name, view in views.items()}
+        half = [
+            tuple(dict(itertools.islice(side.items(), at, None, 2)) for side in (views, results)) for at in (0, 1)
+        ]
+        moves: dict[str, Callable[[], Any]] = {
+            "read": lambda: _moved(store.read, views),
+            "write": lambda: _moved(store.write, results),
+        }
         for _ in range(ROUNDS):
             arrays = best("whole", whole)
-            best("read", lambda: _moved(store.read, views))
-            best("write", lambda: _moved(store.write, views))
-            best.seen("update", *_computing(update, arrays, grads))
-    return _pass_figures(engine, best)
+            for what, move in moves.items():
+                best(what, move)
+            best("both", lambda: _turned(store, half))
+            programs = _programs(update, arrays, grads)
+            best("update", lambda: _run(programs))
+            programs = _programs(update, arrays, grads)
+            best("at once", lambda: _beside(lambda: _turned(store, half), programs))
+    return _pass_figures(name, best)
 
 
 def _pass_figures(engine: str, best: Best) -> list[Figure]:
-    """The pass beside its slowest part; and beside what this machine's cores need for all of it.
+    """The pass beside its slowest part; and beside what the machine needs for all of them, were there no order.
 
-    The device here is the same cores that copy and sum the bytes: no overlap makes the pass shorter than its CPU
-    seconds over the number of cores. Where the device is not the host, the first figure is the one that counts.
+    Most disks do not read and write at once, and here the device is the cores and the memory that move the bytes:
+    there the second figure says what the pass itself costs.
     """
-    name, whole, cores = f"whole update pass, {engine}", best.wall["whole"], len(os.sched_getaffinity(0))
+    name, whole = f"whole update pass, {engine}", best.wall["whole"]
     parts = {what: best.wall[what] for what in ("read", "write", "update")}
     slowest = max(parts, key=lambda what: parts[what])
     note = ", ".join(f"{what} {seconds:.2f} s (CPU {best.cpu[what]:.2f})" for what, seconds in parts.items())
-    busy = best.cpu["whole"] / cores
-    shared = f"beside {slowest}, or CPU {best.cpu['whole']:.2f} s on {cores} cores"
+    both = f"reads and writes at once, without an update: {best.wall['both']:.2f} s"
     return [
         Figure(name, whole, "s", parts[slowest], 1.15, note=f"{note}; beside {slowest}"),
-        Figure(name, whole, "s", max(parts[slowest], busy), note=shared),
+        Figure(name, whole, "s", best.wall["at once"], 1.15, note=f"beside all three at once; {both}"),
         Figure(name, whole, "s", sum(parts.values()), note="beside all three in turn"),
     ]
 
@@ -207,6 +256,23 @@ def _pass_figures(engine: str, best: Best) -> list[Figure]:
 def _moved(move: Callable[[str, np.ndarray], Any], views: dict[str, np.ndarray]) -> None:
     for pending in [move(name, view) for name, view in views.items()]:
         pending.result()
+
+
+def _turned(store: Any, halves: list[tuple[dict[str, np.ndarray], ...]]) -> None:
+    """Reads everything and writes everything at once: one half is read while the other is written, twice."""
+    for (read, _), (_, written) in (halves, halves[::-1]):
+        with ThreadPoolExecutor(2) as pool:
+            jobs = [pool.submit(_moved, store.read, read), pool.submit(_moved, store.write, written)]
+        for job in jobs:
+            job.result()
+
+
+def _beside(move: Callable[[], None], programs: list[Callable[[], Any]]) -> None:
+    """Computes the whole update while bytes move that have nothing to do with it."""
+    with ThreadPoolExecutor(1) as pool:
+        moving = pool.submit(move)
+        _run(programs)
+    moving.result()
 
 
 def _one_update(folder: str, engine: str = "direct") -> tuple[Any, Any, SpilledUpdate]:
@@ -221,26 +287,29 @@ def _one_update(folder: str, engine: str = "direct") -> tuple[Any, Any, SpilledU
     return plan, init_state(params, tx, plan), SpilledUpdate(optax.with_extra_args_support(tx), plan)
 
 
-def _computing(update: SpilledUpdate, arrays: Arrays, grads: list[jax.Array]) -> tuple[float, float]:
-    """Seconds, and CPU seconds, of the programs of all parts alone, on arrays that are on the device already."""
+def _programs(update: SpilledUpdate, arrays: Arrays, grads: list[jax.Array]) -> list[Callable[[], Any]]:
+    """The programs of all parts, with inputs of their own that are on the device already; each to be run once."""
     values = [*arrays.masters, *grads, *arrays.inner, jnp.float32(0)]
     shared, _ = update.shared(values, ALL_DONE)
-    seconds = busy = 0.0
-    for part in update.parts:
-        given = [[_alone(update, i, values[i]) for i in some] for some in update.inputs_of(part)]
-        room = [] if update.rooms is None else update.rooms.take(update.room(part))
+
+    def one(part: Any) -> Callable[[], Any]:
+        given = [[_alone(values[i]) for i in some] for some in update.inputs_of(part)]
+        room = [] if update.rooms is None else [jnp.zeros(s.shape, s.dtype) for s in update.room(part)]
         program = update.program(part, shared, ALL_DONE)
         jax.block_until_ready([given, room])
-        start, before = time.perf_counter(), time.process_time()
-        made, _ = jax.block_until_ready(program(*given, shared, [], room, ALL_DONE, np.int32(0)))
-        seconds, busy = seconds + time.perf_counter() - start, busy + time.process_time() - before
-        if update.rooms is not None:
-            update.rooms.give_back(update.room(part), made[-len(room) :])
-    return seconds, busy
+        return lambda: jax.block_until_ready(program(*given, shared, [], room, ALL_DONE, np.int32(0)))
+
+    return [one(part) for part in update.parts]
 
 
-def _alone(update: SpilledUpdate, index: int, value: Any) -> jax.Array:
-    return value.to_devices() if is_spilled(value) else jnp.copy(value)
+def _alone(value: Any) -> jax.Array:
+    return jnp.full(value.shape, 1e-4, value.dtype) if is_spilled(value) else jnp.copy(value)
+
+
+def _run(programs: list[Callable[[], Any]]) -> None:
+    """Runs each, and lets go of its results and inputs."""
+    while programs:
+        programs.pop(0)()
 
 
 def figures() -> list[Figure]:
@@ -269,7 +338,9 @@ def figures() -> list[Figure]:
                 store.reserve(NAMES)
         found = rates(stores)
     rows = [figure for what in ("read", "write") for figure in _figures(what, found, list(bare))]
-    return [*rows, *update_pass("direct"), *update_pass("orbax")]
+    steady = f"a simulated disk of {STEADY / 1e9:g} GB/s each way"
+    passes = [("direct", "direct", None), ("orbax", "orbax", None), ("direct", steady, Steady())]
+    return [*rows, *(figure for args in passes for figure in update_pass(*args))]
 
 
 def _figures(what: str, found: dict[tuple[str, str], float], bare: list[str]) -> list[Figure]:

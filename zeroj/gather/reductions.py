@@ -92,6 +92,14 @@ class Reduction:
         """Whether summing so many elements takes its latency rather than its bytes, and gives what is whole anyway."""
         return elements <= SMALL and not self.placement.sharded and not self.whole
 
+    def of_stack(self, elements: int) -> bool:
+        """Whether a loop leaves its slices of so many elements unsummed, for one sum of their stack after it.
+
+        What is quantised, alone or with errors fed back, is quantised slice by slice.
+        """
+        plain_sum = self.feedback is None and not self.placement.wire.hops
+        return elements <= SMALL and plain_sum and not self.whole
+
     def zero(self, dtype: Any) -> jax.Array:
         """The sum of zeros, without any communication."""
         if self.whole:
@@ -223,7 +231,7 @@ def _inside_scan(
             inner.append(None)
         elif index >= layout.num_carry:
             free = all(dim > 0 for dim, _ in reduction.placement.dims)
-            small = reduction.small(math.prod(eqn.outvars[index].aval.shape[1:]))
+            small = reduction.of_stack(math.prod(eqn.outvars[index].aval.shape[1:]))
             if reduction.feedback is not None:  # its errors are cut along the leaf's first dim
                 free = free and reduction.feedback.dims[0] == 0
             inner.append(_of_slice(reduction) if free and not small else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -26,7 +27,10 @@ Written = tuple[SpilledArray, jax.Array]
 
 
 class Pass:
-    """One update on its way."""
+    """One update on its way.
+
+    What is in flight is counted under a lock: a writer's thread, too, begins further reads, as soon as memory is free.
+    """
 
     def __init__(self, update: SpilledUpdate, arrays: Arrays) -> None:
         self.update, self.arrays = update, arrays
@@ -38,7 +42,8 @@ class Pass:
             value.tier.check(value)
         self._queue = [(part, piece) for part in update.parts for piece in part.pieces]
         self._reads: deque[Read] = deque()
-        self._writes: deque[tuple[int, Future[None]]] = deque()
+        self._writes: deque[Future[None]] = deque()
+        self._lock = threading.RLock()
         self._next, self._writing = 0, 0
         self._largest = update.buffer_bytes // self.settings.buffer_count
         if self.settings.pipeline_read:
@@ -182,9 +187,9 @@ class Pass:
             jax.block_until_ready(results)
             reading.release()
             return
-        nbytes = arena_bytes(array for array, _ in pairs)
-        self._writing += nbytes
-        self._writes.append((nbytes, self.update.writers.submit(_finish, self.update, part, pairs, reading)))
+        with self._lock:
+            self._writing += arena_bytes(array for array, _ in pairs)
+        self._writes.append(self.update.writers.submit(self._finish, part, pairs, reading))
 
     def _send_back(self, part: Part, params: list[Any]) -> None:
         """Brings back to host memory what lives there."""
@@ -202,21 +207,26 @@ class Pass:
 
     def _read_next(self) -> None:
         """Makes sure that the next part's read has begun, whatever has to end first."""
-        if not self._reads:
-            arrays = self._spilled(*self._queue[self._next])
-            self._make_room(arena_bytes(arrays.values()))
-            self._start_read(arrays)
+        while True:
+            with self._lock:
+                if self._reads:
+                    return
+                arrays = self._spilled(*self._queue[self._next])
+                need = arena_bytes(arrays.values())
+                if not self._writes or self._used() + need <= self.update.buffer_bytes:
+                    self._start_read(arrays)
+                    return
+            self._finish_one()
 
     def _read_ahead(self) -> None:
         """Begins further reads while there is room for them beside the largest part's write."""
-        while self._writes and self._writes[0][1].done():
-            self._finish_one()
-        while self._next < len(self._queue):
-            arrays = self._spilled(*self._queue[self._next])
-            need = arena_bytes(arrays.values()) + self._largest
-            if self._used() + need > self.update.buffer_bytes:
-                return
-            self._start_read(arrays)
+        with self._lock:
+            while self._next < len(self._queue):
+                arrays = self._spilled(*self._queue[self._next])
+                need = arena_bytes(arrays.values()) + self._largest
+                if self._used() + need > self.update.buffer_bytes:
+                    return
+                self._start_read(arrays)
 
     def _make_room(self, nbytes: int) -> None:
         """Waits until so many more bytes keep the buffers' bound, or nothing is being written."""
@@ -224,11 +234,13 @@ class Pass:
             self._finish_one()
 
     def _used(self) -> int:
-        return self.update.arenas.in_use + self._writing
+        with self._lock:
+            return self.update.arenas.in_use + self._writing
 
     def _start_read(self, arrays: dict[int, SpilledArray]) -> None:
+        reading = Reading(list(arrays.values()), self.update.arenas)
         self._next += 1
-        self._reads.append((list(arrays), Reading(list(arrays.values()), self.update.arenas)))
+        self._reads.append((list(arrays), reading))
 
     def _spilled(self, part: Part, piece: int | None) -> dict[int, SpilledArray]:
         files = {i: self.values[i] for i in part.inputs if is_spilled(self.values[i])}
@@ -236,34 +248,41 @@ class Pass:
 
     def _finish_one(self) -> None:
         """Waits for the oldest write."""
-        nbytes, write = self._writes.popleft()
-        write.result()
-        self._writing -= nbytes
+        self._writes.popleft().result()
 
     def _finish_all(self) -> None:
         while self._writes:
             self._finish_one()
 
+    def _finish(self, part: Part, pairs: list[Written], reading: Reading) -> None:
+        """Waits for results, whose inputs' buffer is free then, and writes them; in a writer's thread."""
+        update, values = self.update, [value for _, value in pairs]
+        try:
+            jax.block_until_ready(values)
+        finally:
+            self._freed(reading)
+        _write(pairs)
+        if update.rooms is not None:
+            update.rooms.give_back(update.room(part), values)
+        with self._lock:
+            self._writing -= arena_bytes(array for array, _ in pairs)
+        self._freed()
+
+    def _freed(self, reading: Reading | None = None) -> None:
+        """Gives a read's buffer back, if there is one, and begins the reads that have room now."""
+        if reading is not None:
+            reading.release()
+        if self.settings.pipeline_read:
+            self._read_ahead()
+
     def _abandon(self) -> None:
         """Waits for what is on its way, whose failures do not matter any more."""
-        for _, write in self._writes:
+        for write in self._writes:
             write.exception()
         for _, reading in self._reads:
             for pending in reading.pending:
                 _settle(pending)
             reading.release()
-
-
-def _finish(update: SpilledUpdate, part: Part, pairs: list[Written], reading: Reading) -> None:
-    """Waits for results, whose inputs' buffer is free then, and writes them."""
-    values = [value for _, value in pairs]
-    try:
-        jax.block_until_ready(values)
-    finally:
-        reading.release()
-    _write(pairs)
-    if update.rooms is not None:
-        update.rooms.give_back(update.room(part), values)
 
 
 def _write(pairs: list[Written]) -> None:

@@ -4,7 +4,8 @@
 
 16 blocks of width 4096, bf16, profile "overlap": 2k tokens per GPU on 8 x H100, and 8k tokens per GPU on 8 nodes of 8
 at 400 Gb/s per GPU. Hidden fraction and step time are predictions of zeroj's timeline; temporary bytes are XLA's.
-Beside zeroj: FSDP by hand (by_hand.py).
+Beside zeroj: FSDP by hand (by_hand.py). "Stage 3, kept" is stage 3 with reshard_after_forward off: stage 2's bytes,
+gathered on use. What stage 2 gathers, the new params, exists only at the end of the step, where nothing hides it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import progress
 from by_hand import FORMS, compile_by_hand, units
@@ -33,16 +35,25 @@ COLUMNS = {
     "kernels_ms": ".1f",
     "temporary_gb": ".2f",
     "at_most_gb": ".1f",
+    "total_gb": ".2f",
     "units": ".3f",
     "met": "",
 }
 
 
-def row(report: zj.aot.Report, shape: Shape, nodes: int, stage: int | None = None) -> progress.Row:
-    """The prediction and the bytes of one program beside the targets; ``stage`` is left out for those by hand."""
-    ours = stage is not None
+#: What the rows call zeroj's programs -> the fields of :class:`zeroj.Zero`.
+FORMS_OF_ZERO: dict[str, dict[str, Any]] = {
+    "stage 3": {"stage": 3},
+    "stage 2": {"stage": 2},
+    "stage 3, kept": {"stage": 3, "reshard_after_forward": False},
+}
+
+
+def row(report: zj.aot.Report, shape: Shape, nodes: int, form: str = "") -> progress.Row:
+    """The prediction and the bytes of one program beside the targets; ``form`` is left out for those by hand."""
+    ours = bool(form)
     temporary = report.device.temporary / 1e9
-    limit = TEMPORARY[shape.scan] / 1e9 if stage == 3 and nodes == 1 else None
+    limit = TEMPORARY[shape.scan] / 1e9 if form == "stage 3" and nodes == 1 else None
     target = HIDDEN[nodes] if ours else None
     good = ours and report.hidden_fraction >= HIDDEN[nodes] and (limit is None or temporary <= limit)
     return {
@@ -52,6 +63,7 @@ def row(report: zj.aot.Report, shape: Shape, nodes: int, stage: int | None = Non
         "kernels_ms": 1e3 * report.timeline.compute_seconds,
         "temporary_gb": temporary,
         "at_most_gb": limit,
+        "total_gb": report.device.total / 1e9,
         "units": units(report, shape),
         "met": ("yes" if good else "NO") if ours else "-",
         "longest_waits": [_wait(w) for w in report.timeline.waits[:3]],
@@ -69,9 +81,9 @@ def cases() -> dict[str, Callable[[], progress.Row]]:
         for scan in (True, False):
             shape = dataclasses.replace(base, scan=scan)
             what = f"{where}, {'scanned' if scan else 'unrolled'}"
-            for stage in (3, 2):
-                found[f"{what}, stage {stage}"] = lambda s=shape, n=nodes, g=stage: row(
-                    compile_zeroj(s, g, n, profile="overlap").report, s, n, g
+            for name, zero in FORMS_OF_ZERO.items():
+                found[f"{what}, {name}"] = lambda s=shape, n=nodes, f=name, z=zero: row(
+                    compile_zeroj(s, nodes=n, profile="overlap", **z).report, s, n, f
                 )
             for form in FORMS:
                 found[f"{what}, stage 3 by hand: {form}"] = lambda s=shape, n=nodes, f=form: row(

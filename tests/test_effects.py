@@ -58,6 +58,7 @@ STEP: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "data_types.grad_accum_dtype": ({**BF16, "gradient_accumulation_steps": 2}, "fp32", "bf16"),
     "optimizer.type": ({}, "AdamW", "Lion"),
     "zero_optimization.reshard_after_forward": (SHARDED, True, False),
+    "zero_optimization.overlap_comm": ({"zero_optimization.stage": 2}, False, True),
     "zero_optimization.offload_optimizer.device": (SHARDED, "none", "cpu"),
     "zero_optimization.offload_optimizer.ratio": (HOST, 1.0, 0.5),
     "zero_optimization.offload_optimizer.buffer_count": (PIECES, 2, 5),

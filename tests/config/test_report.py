@@ -58,7 +58,7 @@ def test_a_report() -> None:
         "honoured    train_batch_size = 32",
         "honoured    zero_optimization.stage = 3",
         "honoured    zero_optimization.param_persistence_threshold = 100000",
-        "not needed  zero_optimization.overlap_comm = true\n              XLA's latency-hiding scheduler",
+        "honoured    zero_optimization.overlap_comm = true",
         'off         elasticity = {"enabled": false, "max_train_batch_size": 2000}',
         "honoured    gradient_clipping (default) = 1.0",
         "note        gradient_clipping is left out: gradients are clipped to a global norm of 1.0",

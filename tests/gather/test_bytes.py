@@ -40,14 +40,15 @@ def scanned(p: Any, x: jax.Array) -> jax.Array:
     return jax.lax.scan(lambda c, q: (jax.checkpoint(block)(c, q), None), x, p)[0]
 
 
-def report(run: Callable[..., Any], **zero: Any) -> tuple[zj.aot.Report, float]:
+def report(run: Callable[..., Any], accumulation: int = 1, **zero: Any) -> tuple[zj.aot.Report, float]:
     """The compiled step's report, and the bytes that a device sends to gather or scatter all params once."""
     target, tx = zj.aot.Target("h100", nodes=1, gpus_per_node=8), optax.sgd(1e-3)
     params = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in STACK.items()}
     plan = zj.make_plan(
         params, tx, target.mesh(), zj.Zero(stage=3, **zero), precision="bf16", scanned=list(STACK)
     )
-    step = zj.make_train_step(lambda p, x: jnp.mean(jnp.square(run(p, x).astype(jnp.float32))), tx, plan)
+    loss = lambda p, x: jnp.mean(jnp.square(run(p, x).astype(jnp.float32)))  # noqa: E731
+    step = zj.make_train_step(loss, tx, plan, accumulation)
     split = NamedSharding(plan.mesh, PartitionSpec(plan.zero_axes))
     batch = jax.ShapeDtypeStruct((1024, WIDTH), jnp.bfloat16, sharding=split)
     unit = 2 * LAYERS * 4 * WIDTH * WIDTH * 7 / 8
@@ -70,8 +71,18 @@ def test_a_slice_of_a_stack_on_the_host_is_fetched_slice_by_slice() -> None:
     assert found.wire_bytes("reduce-scatter") / unit == pytest.approx(1, rel=5e-3)
 
 
-@pytest.mark.parametrize("run", [unrolled, scanned])
-def test_params_that_are_kept_are_gathered_once(run: Callable[..., Any]) -> None:
-    found, unit = report(run, reshard_after_forward=False)
+@pytest.mark.parametrize(
+    ("run", "accumulation"), [(unrolled, 1), (indexed, 1), (scanned, 1), (indexed, 2), (scanned, 2)]
+)
+def test_params_that_are_kept_are_gathered_once_a_step(run: Callable[..., Any], accumulation: int) -> None:
+    found, unit = report(run, accumulation, reshard_after_forward=False)
     assert found.wire_bytes("all-gather") / unit == pytest.approx(1, rel=5e-3)
-    assert found.wire_bytes("reduce-scatter") / unit == pytest.approx(1, rel=5e-3)
+    assert found.wire_bytes("reduce-scatter") / unit == pytest.approx(accumulation, rel=5e-3)
+    if run is not unrolled:
+        gathers = [row for row in found.collectives if row.op == "all-gather"]
+        assert max(row.payload for row in gathers) <= 2 * 2 * 2 * WIDTH * WIDTH, "layer by layer, in the loop"
+
+
+def test_params_that_are_kept_as_int8_travel_so() -> None:
+    found, unit = report(scanned, reshard_after_forward=False, zero_quantized_weights=True)
+    assert found.wire_bytes("all-gather") / unit == pytest.approx(0.5, rel=0.02)

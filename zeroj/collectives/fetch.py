@@ -25,7 +25,8 @@ def near(shard: jax.Array, placement: Placement) -> jax.Array:
         placement: how the leaf is sharded; its ``wire`` says over which axes to gather here, and in what form.
 
     Returns:
-        The node's shard, quantised if the leaf travels so: int8 (devices along the first axes, bytes).
+        The node's shard, or the leaf itself if the first half gathers over all axes; quantised if the leaf travels
+        so: int8 (devices along the first axes, bytes).
     """
     first = placement.wire.first
     if placement.wire.weights is None:
@@ -46,8 +47,8 @@ def whole(near_shard: jax.Array, placement: Placement, dtype: np.dtype) -> jax.A
     rest = tuple(axis for axis in placement.axes if axis not in first)
     if placement.wire.weights is None:
         return plain.unpad(plain.gather(near_shard, placement.over(rest)), placement)
-    packed = jax.lax.all_gather(near_shard, rest)
-    one = packed.shape[1 + bool(first) :]
+    packed = jax.lax.all_gather(near_shard, rest) if rest else near_shard
+    one = packed.shape[bool(rest) + bool(first) :]
     sizes = [jax.lax.axis_size(axis) for axis in (*rest, *first)]
     return quantized.unpack(
         packed.reshape(*sizes, *one), placement, (*rest, *first), shard_shape(placement), dtype

@@ -96,7 +96,13 @@ class ZeroSection(Section):
     )
     mics_hierarchical_params_gather: Bool = honoured(False, "MiCS: gather over nodes first, then within one.")
 
-    overlap_comm: Bool | None = not_needed(None, _SCHEDULED)
+    overlap_comm: Bool | None = honoured(
+        None,
+        "Stage 2, true: params are shards between steps; a step gathers each where it is first used and keeps it to "
+        "its end, so that the gather hides behind the forward pass. Otherwise stage 2 gathers the new params at the "
+        "end of the step, where nothing hides it, and they are whole between steps. At other stages XLA's "
+        "latency-hiding scheduler places every gather and every reduction, whatever this says.",
+    )
     contiguous_gradients: Bool = not_needed(True, "XLA's buffer assignment leaves nothing to defragment")
     reduce_scatter: Bool = refused(
         True,
@@ -211,6 +217,19 @@ class Zero(ZeroSection):
     def needs(self) -> tuple[str, ...]:
         """Names of the features that it asks for, so that an engine can refuse one that it lacks."""
         return needs_of(ZERO_NEEDS, self)
+
+    def laid_out(self) -> Zero:
+        """The section that decides where arrays live, and when params are gathered.
+
+        Stage 2 with ``overlap_comm`` is laid out as stage 3 whose gathered params are kept: the same bytes on the wire.
+
+        Example:
+            >>> Zero(stage=2, overlap_comm=True).laid_out().stage
+            3
+        """
+        if self.stage != 2 or not self.overlap_comm:
+            return self
+        return self.model_copy(update={"stage": 3, "reshard_after_forward": False})
 
     def check_devices(self, world: int, local: int) -> None:
         """Check what can only be checked once the mesh is known.

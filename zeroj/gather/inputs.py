@@ -158,11 +158,10 @@ def interpreter(plan: Plan, gather: Gather) -> Interpreter:
     bucket = plan.zero.stage3_prefetch_bucket_size if "stage3_prefetch_bucket_size" in given else None
     live = plan.zero.stage3_max_live_parameters if "stage3_max_live_parameters" in given else None
     reuse = plan.zero.stage3_max_reuse_distance if "stage3_max_reuse_distance" in given else 0
-    kept = math.inf if not plan.zero.reshard_after_forward else int(reuse or 0)
     return Interpreter(
         gather,
         _default_bucket(plan) if bucket is None else int(bucket),
-        kept,
+        int(reuse or 0),
         DEFAULT_MAX_LIVE if live is None else int(live),
     )
 

@@ -7,7 +7,6 @@ values alone stays lazy; one that also takes activations has its parameters gath
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,12 +32,11 @@ class Interpreter:
     Args:
         gather: makes a whole parameter from a stored shard.
         bucket: elements gathered together and ahead of their use (see :class:`Gathers`).
-        reuse: how many gathered elements later a whole parameter may be used again at top level; infinity: a
-            parameter is gathered once and kept for the backward pass.
+        reuse: how many gathered elements later a whole parameter may be used again at top level.
         max_live: elements that may be gathered at a time for a region that ``jax.checkpoint`` recomputes.
     """
 
-    def __init__(self, gather: Gather, bucket: int, reuse: float, max_live: int) -> None:
+    def __init__(self, gather: Gather, bucket: int, reuse: int, max_live: int) -> None:
         self.gather = gather
         self.bucket = bucket
         self.reuse = reuse
@@ -134,13 +132,6 @@ class Interpreter:
         self.gathers.issue([shard for value in values for shard in lazy.shards_of(value)])
         return [lazy.evaluate(value, self.gathers.whole) for value in values]
 
-    def keep(self, shards: Sequence[lazy.Shard]) -> list[jax.Array]:
-        """The parameters of a loop, gathered before it, if they are kept for the backward pass."""
-        if self.reuse != math.inf:
-            return []
-        self.gathers.issue(shards)
-        return [self.gathers.whole(shard) for shard in shards]
-
     def _equation(self, eqn: _compat.Eqn, operands: list[Any], reductions: ReductionPlan) -> list[Any]:
         """Evaluates one equation by the rule for its primitive."""
         inside = reductions.inside.get(id(eqn))
@@ -206,9 +197,7 @@ def _remat(
     assert called is not None
     inner = uniform.of_call(eqn, called.jaxpr)
     shards = [s for value in operands for s in lazy.shards_of(value)]
-    if self.reuse == math.inf or self.gathers.has(
-        shards
-    ):  # what is gathered outlives the region, or comes into it
+    if self.gathers.has(shards):  # what is gathered comes into the region
         return _recomputed(self, eqn, operands, wanted, inner)
     try:
         taken = Operands(operands)

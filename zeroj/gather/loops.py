@@ -88,8 +88,8 @@ class _Loop:
             waiting + [x if s is None else None for x, s in zip(xs, self.lazy_xs, strict=True)]
         )
         self.consts = [self.lazy_consts.get(i, x) for i, x in enumerate(ready[:nc])]
-        self.shards = [s for x in self.lazy_xs if x is not None for s in lazy.shards_of(x)]
-        self.stacks = {id(s.array): s for s in self.shards}
+        shards = [s for x in self.lazy_xs if x is not None for s in lazy.shards_of(x)]
+        self.stacks = {id(s.array): s for s in shards}
         self.known = kept.stacks_in(walker.gathers.kept, self.stacks)
         self.outer = {key: near for key, near in walker.gathers.kept.items() if key.depth > 0}
         errors = {path: tuple(f.errors) for path, f in self.fed.items()}
@@ -98,11 +98,11 @@ class _Loop:
         stacked = [s.array for s in self.stacks.values()]
         nears = [near.value for near in self.known.values()]
         init = list(ready[nc : nc + nk]), errors, sums
-        return init, (ready[nc + nk :], stacked, walker.keep(self.shards), nears, index)
+        return init, (ready[nc + nk :], stacked, nears, index)
 
     def body(self, carried: tuple[list[Any], Any, Any], sliced: tuple[Any, ...]) -> tuple[Any, Any]:
         """One iteration: (carry, errors, sums), slices -> the same, (ys, pieces of stacks, what is kept, token)."""
-        (carry, errors, sums), (plain_xs, shard_slices, whole_slices, near_slices, index) = carried, sliced
+        (carry, errors, sums), (plain_xs, shard_slices, near_slices, index) = carried, sliced
         nc, nk, program = self.layout.num_consts, self.layout.num_carry, self.layout.body
         slices = dict(zip(self.stacks, shard_slices, strict=True))
         lazies = zip(self.lazy_xs, plain_xs, strict=True)
@@ -114,8 +114,6 @@ class _Loop:
             dict(before),
             self.counted,
         )
-        for shard, whole in zip(self.shards, whole_slices, strict=False):
-            inner.gathers.have(lazy.Shard(slices[id(shard.array)], shard.placement, shard.dtype, ""), whole)
         added = [v for v, r in zip(program.jaxpr.invars[nc : nc + nk], self.wanted, strict=False) if r]
         outs = inner.run(program, [*self.consts, *carry, *args], self.wanted, added, self.same)
         sums = {path: put_layer(sums[path], outs[at], index) for at, path in self.summed.items()}

@@ -58,12 +58,12 @@ class Gathers:
         gather: makes a whole parameter from a stored shard.
         bucket: elements that are gathered together, one bucket ahead of their use.
         reuse: a whole parameter is used again, rather than gathered again, while at most this many elements
-            were gathered since; 0 means only within its bucket, infinity that it is kept to the end.
+            were gathered since; 0 means only within its bucket.
         free_start: whether the first bucket waits for nothing: in a loop's body XLA can then start its gathers
             in the iteration before.
     """
 
-    def __init__(self, gather: Gather, bucket: int, reuse: float = 0, free_start: bool = False) -> None:
+    def __init__(self, gather: Gather, bucket: int, reuse: int = 0, free_start: bool = False) -> None:
         self._gather = gather
         self.bucket = bucket
         self.reuse = reuse
@@ -77,7 +77,7 @@ class Gathers:
         self._in_bucket = 0
         self._opens = False
         self._unheld = 0
-        self._outer: list[tuple[bool, float]] = []
+        self._outer: list[tuple[bool, int]] = []
         self._in_region = False
         self._whole: dict[tuple[int, str], tuple[int, Shard, jax.Array]] = {}
         self._next: dict[tuple[int, str], tuple[int, str]] = {}
@@ -216,8 +216,7 @@ class Gathers:
         """
         self._outer.append((self._in_region, self.reuse))
         self._in_region = True
-        if self.reuse != math.inf:
-            self.reuse, self._whole = max_live, self._at_hand(shards)
+        self.reuse, self._whole = max_live, self._at_hand(shards)
         if shards:
             self._open()
             if 2 * sum(shard.size for shard in shards) <= max_live:
@@ -237,14 +236,9 @@ class Gathers:
         """Ends the region: nothing that it gathered is used again."""
         self._in_region, self.reuse = self._outer.pop()
         self._next = {}
-        if self.reuse != math.inf:
-            self._whole = {}
+        self._whole = {}
         if self._total:
             self._open()
-
-    def have(self, shard: Shard, whole: jax.Array) -> None:
-        """Takes note of a parameter that was gathered elsewhere."""
-        self._whole[_key(shard)] = (self._total, shard, whole)
 
     def whole(self, shard: Shard) -> jax.Array:
         """The gathered parameter. It must have been issued."""

@@ -23,7 +23,6 @@ from zeroj.gather.inputs import batch_specs
 from zeroj.gather.reductions import Reduction
 from zeroj.plan.plan import ParamLeaf, Plan
 from zeroj.plan.rules import Placement
-from zeroj.plan.wire import PLAIN
 
 
 class View(Protocol):
@@ -99,13 +98,19 @@ def make_view(plan: Plan, loss_over: str, files: Files | None = None) -> View:
             "The plan keeps params in files, which a function of your own cannot read: use zj.make_train_step and "
             'zj.make_eval_step, or "device": "cpu" in offload_param.'
         )
-    if loss_over == "global" and any(leaf.placement.wire != PLAIN for leaf in plan.leaves):
+    if loss_over == "global" and any(_decides(leaf.placement) for leaf in plan.leaves):
         raise PlanError(
             "ZeRO++ (zero_hpz_partition_size, zero_quantized_weights, zero_quantized_gradients) decides what each "
             'device sends, and under loss_over="global" XLA\'s partitioner does. Use loss_over="device", with '
             "jax.lax.pmean over plan.zero_axes for values across devices, or leave ZeRO++ out."
         )
     return DeviceView(plan, files) if loss_over == "device" else GlobalView(plan, files)
+
+
+def _decides(placement: Placement) -> bool:
+    """Whether a leaf travels otherwise than as it is, in one launch."""
+    wire = placement.wire
+    return bool(wire.weights or wire.hops or (wire.first and not placement.kept_whole))
 
 
 def _called(files: Files | None, ticket: jax.Array, path: str, shape: tuple[int, ...]) -> jax.Array:
@@ -217,15 +222,17 @@ class GlobalView:
         )(ticket)
 
     def near(self, array: jax.Array, placement: Placement) -> jax.Array:
-        """As it is: the partitioner gathers in one."""
-        del placement
-        return array
+        """As it is: the partitioner gathers in one; the whole leaf, where that is kept."""
+        return self._whole(array, placement) if placement.wire.keeps else array
 
     def gather(self, near: jax.Array, placement: Placement, dtype: np.dtype) -> jax.Array:
         """Constrains to whole, the user's own model axes excepted."""
         del dtype
+        return plain.unpad(self._whole(near, placement), placement)
+
+    def _whole(self, array: jax.Array, placement: Placement) -> jax.Array:
         whole = NamedSharding(self.plan.mesh, placement.whole().spec)
-        return plain.unpad(jax.lax.with_sharding_constraint(near, whole), placement)
+        return jax.lax.with_sharding_constraint(array, whole)
 
     def reduction(self, leaf: ParamLeaf, later: tuple[str, ...] = ()) -> Reduction:
         """Constrains to the shard."""

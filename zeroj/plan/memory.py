@@ -157,7 +157,7 @@ def shard_bytes(plan: Plan, placement: Placement, dtype: np.dtype) -> int:
 
 
 def secondary_bytes(plan: Plan, leaf: ParamLeaf) -> int:
-    """Bytes per device of the shard that hpZ keeps of a leaf during a step: 2 bytes / local in half precision."""
+    """Bytes per device of what a step keeps of a leaf's gather: hpZ's shard, or the whole leaf."""
     wire, dtype = leaf.placement.wire, plan.precision.compute(leaf.dtype)
     if not wire.kept:
         return 0
@@ -206,8 +206,13 @@ def _wire_lines(plan: Plan) -> list[str]:
     if kept:
         near = "/".join(axis for axis in plan.zero_axes if axis not in kept)
         away = any(wire.near_memory for wire in wires)
+        later = (
+            f"then over {near} alone"
+            if near
+            else "and kept whole to its end, as at stage 2 with overlap_comm"
+        )
         lines.append(
-            f"hpZ: gathered over {'/'.join(kept)} once a step, then over {near} alone"
+            f"{'hpZ: ' if near else ''}gathered over {'/'.join(kept)} once a step, {later}"
             + (", from host memory" if away else "")
         )
     if zero.zero_quantized_weights or zero.zero_quantized_gradients:

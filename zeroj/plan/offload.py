@@ -102,10 +102,11 @@ def _away(leaf: ParamLeaf, kind: str, near: str) -> ParamLeaf:
     """A leaf whose stored shard is in ``kind``, and what hpZ keeps of its gathers during a step in ``near``.
 
     A device that is to hold a few layers cannot hold a whole node's share of all of them: as in DeepSpeed, where the
-    second shard is on the device of offload_param.
+    second shard is on the device of offload_param. What ``reshard_after_forward: false`` keeps stays on the device.
     """
     wire = leaf.placement.wire
-    placement = replace(leaf.placement, wire=replace(wire, near_memory=near if wire.keeps else ""))
+    second = wire.keeps and not leaf.placement.kept_whole
+    placement = replace(leaf.placement, wire=replace(wire, near_memory=near if second else ""))
     return replace(leaf, param_memory=kind, placement=placement)
 
 

@@ -273,7 +273,7 @@ def make_plan(
     Example:
         >>> plan = zj.make_plan(params, optax.adamw(1e-3), zj.make_mesh(), zj.Zero(stage=3))
     """
-    zero = Zero() if zero is None else zero if isinstance(zero, Zero) else Zero(**dict(zero))
+    zero = (zero if isinstance(zero, Zero) else Zero(**dict(zero or {}))).laid_out()
     policy = precision if isinstance(precision, Precision) else make_precision(precision)
     check_tx(tx)
     lacking = [need for need in zero.needs() if need not in SUPPORTED]

@@ -52,6 +52,11 @@ class Placement:
         return bool(self.dims)
 
     @property
+    def kept_whole(self) -> bool:
+        """Whether a step gathers the leaf once and keeps it to its end (``reshard_after_forward: false``)."""
+        return self.wire.keeps and set(self.wire.first) == set(self.axes)
+
+    @property
     def axes(self) -> tuple[str, ...]:
         """All ZeRO axes that split this leaf."""
         return tuple(axis for _, axes in self.dims for axis in axes)

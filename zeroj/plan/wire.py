@@ -45,7 +45,7 @@ class Wire:
             part of what its node needs, once. Empty: all axes are gathered over in one.
         note: why the leaf is not quantised though the config asks for it.
         keeps: whether what the first gather gives, a shard over the other axes alone, is kept for later gathers in
-            the same step (hpZ).
+            the same step (hpZ); the whole leaf, if ``first`` is all axes (``reshard_after_forward: false``).
         near_memory: the memory kind in which that waits; empty: the device's own.
         stored: whether a device stores its shard in the format of ``weights``: a frozen param.
     """
@@ -86,8 +86,10 @@ def wire_of(
     """
     if not axes or zero.stage < 3:
         return PLAIN
-    hpz = zero.zero_hpz_partition_size > 1
-    first = tuple(axes[:-1]) if hpz or zero.mics_hierarchical_params_gather else ()
+    whole, hpz = not zero.reshard_after_forward, zero.zero_hpz_partition_size > 1
+    keeps = whole or hpz
+    outer = tuple(axes[:-1]) if hpz or zero.mics_hierarchical_params_gather else ()
+    first = tuple(axes) if whole else outer
     stored = zero.zero_quantized_nontrainable_weights and not trainable and not model
     asked = zero.zero_quantized_weights or stored or (zero.zero_quantized_gradients and trainable)
     why = ""
@@ -96,11 +98,11 @@ def wire_of(
     elif math.prod(shape) // degree < BLOCK:
         why = f"a shard has fewer than {BLOCK} elements"
     if why:
-        return Wire(first=first, note=f"not quantised: {why}" if asked else "", keeps=hpz)
+        return Wire(first=first, note=f"not quantised: {why}" if asked else "", keeps=keeps)
     weights = Format(8) if zero.zero_quantized_weights or stored else None
     hops: tuple[tuple[str, Format], ...] = ()
     if zero.zero_quantized_gradients and trainable:
         # Inside a node bytes are cheap: int8 there leaves one lossy hop. The outermost axis is the network.
         inside = [(axis, Format(8)) for axis in reversed(axes[1:])]
         hops = (*inside, (axes[0], Format(zero.zero_quantized_gradients_bits)))
-    return Wire(weights, hops, first, "", hpz, stored)
+    return Wire(weights, hops, first, "", keeps, stored)

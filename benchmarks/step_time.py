@@ -14,7 +14,7 @@ from workload import CLIP_NORM, Workload, interleaved_seconds, small_gpt
 import zeroj as zj
 
 TARGET = 1.10
-ROUNDS = 6
+ROUNDS = 12
 
 
 def zeroj_run(work: Workload, plan: zj.Plan) -> Callable[[], Any]:

@@ -83,6 +83,7 @@ def test_over_the_global_batch(run: Any) -> None:
         {"zero_quantized_weights": True},
         {"zero_quantized_gradients": True},
         {"zero_hpz_partition_size": 4},
+        {"mics_shard_size": 4},
         {"offload_param": {"device": "cpu"}},
     ],
     ids=lambda more: next(iter(more)),

@@ -6,6 +6,7 @@ import contextlib
 import os
 import pathlib
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -260,3 +261,23 @@ def _flip(path: str, place: int) -> None:
         byte = file.read(1)[0]
         file.seek(place)
         file.write(bytes([byte ^ 4]))
+
+
+def test_a_write_that_begins_before_a_read_has_ended_leaves_neither_waiting(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, begun, get = written(small_blocks, folder), threading.Event(), direct_store._Job._get
+
+    def late(job: Any, handle: int, out: np.ndarray, start: int) -> None:
+        begun.wait(30)
+        get(job, handle, out, start)
+
+    monkeypatch.setattr(direct_store._Job, "_get", late)
+    reading = store.read(LEAF, np.zeros(300_001, np.uint8))
+    writing = store.write(LEAF, pattern(300_001, 1))
+    begun.set()
+    writing.result(timeout=30)
+    with contextlib.suppress(SpillError):  # the old bytes, or an error: never for ever
+        reading.result(timeout=30)
+    monkeypatch.undo()
+    assert np.array_equal(read(store, LEAF, 300_001), pattern(300_001, 1))

@@ -24,7 +24,7 @@ from zeroj.optimizer.update import Arrays
 from zeroj.spill.buffers import aligned
 from zeroj.spill.tier import is_spilled
 
-ROUNDS = 5
+ROUNDS = 4
 #: Nothing is left to do to these gradients, which are on the device.
 ALL_DONE = Unfinished(None, None, None)
 

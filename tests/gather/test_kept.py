@@ -109,4 +109,7 @@ def test_the_plan_counts_what_is_kept() -> None:
     plan = trained(by_scan, 1, reshard_after_forward=False)[2]
     whole = sum(4 * leaf.size for leaf in jax.tree.leaves(params()))
     assert plan.memory().device["secondary"] == pytest.approx(whole, rel=0.02)
-    assert "gathered over node/local once a step, and kept whole to its end, as at stage 2 with overlap_comm" in str(plan)
+    assert (
+        "gathered over node/local once a step, and kept whole to its end, as at stage 2 with overlap_comm"
+        in str(plan)
+    )

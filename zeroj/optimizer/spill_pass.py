@@ -131,7 +131,10 @@ class Pass:
         room = [] if update.rooms is None else update.rooms.take(update.room(part))
         program = update.program(part, shared, self._left)
         results, _ = program(*given, shared, before, room, self._left, np.int32(start))
-        pairs = self._keep(part, piece, iter(results), params)
+        with (
+            self._lock
+        ):  # a handle is renewed and put in its place before a writer's thread reads its next piece
+            pairs = self._keep(part, piece, iter(results), params)
         if read is not None:
             self._finish_later(part, pairs, results)
         if last:

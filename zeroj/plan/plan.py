@@ -54,7 +54,7 @@ class Plan:
     """Where every array lives: the mesh, the stage, the dtypes and one placement per leaf.
 
     Build it with :func:`make_plan`. ``print(plan)`` shows it as a table, ``plan.memory()`` its bytes. ``plan.tx`` is
-    the optimizer that it was made for; plans are compared without it.
+    the optimizer that it was made for; plans are compared without it. ``plan.zero`` is the section as laid out.
     """
 
     mesh: Mesh

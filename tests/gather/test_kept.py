@@ -98,9 +98,9 @@ def test_beside_other_ways_to_gather(more: dict[str, Any]) -> None:
 def test_stage_2_with_overlap_comm_trains_as_stage_2_and_holds_shards_between_steps(
     run: Any, accumulation: int
 ) -> None:
-    overlapped = trained(run, accumulation, stage=2, overlap_comm=True)
-    assert_alike(overlapped, trained(run, accumulation, stage=2))
-    memory = {of: trained(run, 1, stage=2, overlap_comm=of)[2].memory().device for of in (True, False)}
+    found = {of: trained(run, accumulation, stage=2, overlap_comm=of) for of in (True, False)}
+    assert_alike(found[True], found[False])
+    memory = {of: plan.memory().device for of, (_, _, plan) in found.items()}
     assert memory[True]["params"] == pytest.approx(memory[False]["params"] / 8, rel=0.01)
     assert memory[True]["opt_state"] == pytest.approx(memory[False]["opt_state"], rel=0.01)
 

@@ -100,8 +100,8 @@ class ZeroSection(Section):
         None,
         "Stage 2, true: params are shards between steps; a step gathers each where it is first used and keeps it to "
         "its end, so that the gather hides behind the forward pass. Otherwise stage 2 gathers the new params at the "
-        "end of the step, where nothing hides it, and they are whole between steps. At other stages XLA's "
-        "latency-hiding scheduler places every gather and every reduction, whatever this says.",
+        f"end of the step, where nothing hides it, and they are whole between steps. At other stages {_SCHEDULED}, "
+        "whatever this says.",
     )
     contiguous_gradients: Bool = not_needed(True, "XLA's buffer assignment leaves nothing to defragment")
     reduce_scatter: Bool = refused(

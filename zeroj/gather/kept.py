@@ -1,4 +1,6 @@
-"""What a step keeps of its gathers for later ones (hpZ), and how that goes into a scan and comes out of it.
+"""What a step keeps of its gathers for later ones, and how that goes into a scan and comes out of it.
+
+hpZ keeps a node's share of a parameter; ``reshard_after_forward: false`` the whole, as hpZ in a group of one would.
 
 The first gather of a shard leaves its near shard behind: within a node, no later gather of the same parameter
 needs the network. Layers in a loop leave theirs stack by stack: the forward loop gives a stack of near shards

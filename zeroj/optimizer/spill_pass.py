@@ -46,8 +46,7 @@ class Pass:
         self._lock = threading.RLock()
         self._next, self._writing = 0, 0
         self._largest = update.buffer_bytes // self.settings.buffer_count
-        if self.settings.pipeline_read:
-            self._read_ahead()
+        self._read_ahead()
 
     def cancel(self) -> None:
         """Gives up: nothing is changed."""
@@ -83,8 +82,7 @@ class Pass:
                 self._do(part, piece, self._reads[0], params, shared)
                 if not self.settings.pipeline_write:
                     self._finish_all()
-                if self.settings.pipeline_read:
-                    self._read_ahead()
+                self._read_ahead()
             self._finish_all()
         except BaseException as error:
             self._mark(f"a step was interrupted while it updated the files ({error}).")
@@ -131,9 +129,8 @@ class Pass:
         room = [] if update.rooms is None else update.rooms.take(update.room(part))
         program = update.program(part, shared, self._left)
         results, _ = program(*given, shared, before, room, self._left, np.int32(start))
-        with (
-            self._lock
-        ):  # a handle is renewed and put in its place before a writer's thread reads its next piece
+        # A handle is renewed and put in its place before a writer's thread reads its next piece.
+        with self._lock:
             pairs = self._keep(part, piece, iter(results), params)
         if read is not None:
             self._finish_later(part, pairs, results)
@@ -190,9 +187,10 @@ class Pass:
             jax.block_until_ready(results)
             reading.release()
             return
+        nbytes = arena_bytes(array for array, _ in pairs)
         with self._lock:
-            self._writing += arena_bytes(array for array, _ in pairs)
-        self._writes.append(self.update.writers.submit(self._finish, part, pairs, reading))
+            self._writing += nbytes
+        self._writes.append(self.update.writers.submit(self._finish, part, pairs, reading, nbytes))
 
     def _send_back(self, part: Part, params: list[Any]) -> None:
         """Brings back to host memory what lives there."""
@@ -222,7 +220,9 @@ class Pass:
             self._finish_one()
 
     def _read_ahead(self) -> None:
-        """Begins further reads while there is room for them beside the largest part's write."""
+        """Begins further reads, if they may run ahead, while there is room for them beside the largest part's write."""
+        if not self.settings.pipeline_read:
+            return
         with self._lock:
             while self._next < len(self._queue):
                 arrays = self._spilled(*self._queue[self._next])
@@ -257,26 +257,20 @@ class Pass:
         while self._writes:
             self._finish_one()
 
-    def _finish(self, part: Part, pairs: list[Written], reading: Reading) -> None:
-        """Waits for results, whose inputs' buffer is free then, and writes them; in a writer's thread."""
+    def _finish(self, part: Part, pairs: list[Written], reading: Reading, nbytes: int) -> None:
+        """Waits for results, whose inputs' buffer is free then, and writes their ``nbytes``; in a writer's thread."""
         update, values = self.update, [value for _, value in pairs]
         try:
             jax.block_until_ready(values)
         finally:
-            self._freed(reading)
+            reading.release()
+        self._read_ahead()
         _write(pairs)
         if update.rooms is not None:
             update.rooms.give_back(update.room(part), values)
         with self._lock:
-            self._writing -= arena_bytes(array for array, _ in pairs)
-        self._freed()
-
-    def _freed(self, reading: Reading | None = None) -> None:
-        """Gives a read's buffer back, if there is one, and begins the reads that have room now."""
-        if reading is not None:
-            reading.release()
-        if self.settings.pipeline_read:
-            self._read_ahead()
+            self._writing -= nbytes
+        self._read_ahead()
 
     def _abandon(self) -> None:
         """Waits for what is on its way, whose failures do not matter any more."""

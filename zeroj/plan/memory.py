@@ -206,11 +206,8 @@ def _wire_lines(plan: Plan) -> list[str]:
     if kept:
         near = "/".join(axis for axis in plan.zero_axes if axis not in kept)
         away = any(wire.near_memory for wire in wires)
-        later = (
-            f"then over {near} alone"
-            if near
-            else "and kept whole to its end, as at stage 2 with overlap_comm"
-        )
+        whole = "and kept whole to its end, as at stage 2 with overlap_comm"
+        later = f"then over {near} alone" if near else whole
         lines.append(
             f"{'hpZ: ' if near else ''}gathered over {'/'.join(kept)} once a step, {later}"
             + (", from host memory" if away else "")

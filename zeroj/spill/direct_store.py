@@ -142,9 +142,8 @@ class _Job:
     def __post_init__(self) -> None:
         self.blocks = -(-self.file.nbytes // self.store.block)
         self.sums: list[bytes] = [b""] * self.blocks
-        self._expected = (
-            self.file.checksum
-        )  # of a read; a write that begins before it ends takes the file's away
+        # Of a read: a write that begins before it ends takes the file's own away.
+        self._expected = self.file.checksum
         self._next, self._lock = 0, threading.Lock()
 
     def run(self) -> None:

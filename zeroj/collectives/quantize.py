@@ -39,7 +39,7 @@ def quantize(values: jax.Array, fmt: Format, key: jax.Array | None = None) -> ja
         whole = jnp.round(scaled)
     else:
         whole = jnp.floor(scaled + jax.random.uniform(key, scaled.shape))
-    integers = jnp.clip(jnp.nan_to_num(whole), -fmt.largest, fmt.largest).astype(jnp.int8)
+    integers = jnp.clip(jnp.where(jnp.isnan(whole), 0.0, whole), -fmt.largest, fmt.largest).astype(jnp.int8)
     payload = integers if fmt.bits == 8 else _nibbles(integers)
     scales = jax.lax.bitcast_convert_type(largest[..., 0], jnp.int8)
     lead = values.shape[:-1]

@@ -141,10 +141,13 @@ def name(case: Case) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def reference(model: str, optimizer_name: str, clip: bool, parts: int = 1) -> oracle.Run:
-    return oracle.oracle(
-        oracle.model(model), optimizer(optimizer_name), clip=CLIP if clip else None, parts=parts
-    )
+def reference(
+    model: str, optimizer_name: str, clip: bool, parts: int = 1, backwards: bool = False
+) -> oracle.Run:
+    m = oracle.model(model)
+    if backwards:
+        m = m._replace(batches=[jax.tree.map(lambda x: x[::-1], batch) for batch in m.batches])
+    return oracle.oracle(m, optimizer(optimizer_name), clip=CLIP if clip else None, parts=parts)
 
 
 def zeroj_run(case: Case, precision: str = "fp32") -> oracle.Run:
@@ -159,9 +162,11 @@ def zeroj_run(case: Case, precision: str = "fp32") -> oracle.Run:
 def check(case: Case) -> None:
     plain = case.model.removesuffix("-remat")  # the same mathematics: one oracle for both
     wanted = reference(plain, case.optimizer, case.clip)
-    # the batch in N parts; one order of summation is one sample of the noise, so those of the table's other N too
-    orders = dict.fromkeys((max(2, case.devices), *Columns().devices[1:]))
-    in_parts = [functools.partial(reference, plain, case.optimizer, case.clip, parts) for parts in orders]
+    # the batch in N parts; one order of summation is one sample of the noise, so those of the table's other N too,
+    # and all of them with the rows of the batch in the opposite order
+    parts = dict.fromkeys((max(2, case.devices), *Columns().devices[1:]))
+    orders = [(n, backwards) for backwards in (False, True) for n in parts]
+    in_parts = [functools.partial(reference, plain, case.optimizer, case.clip, *order) for order in orders]
     oracle.assert_equals_oracle(zeroj_run(case), wanted, in_parts)
     if case.clip:
         assert np.min(wanted.norms) > CLIP, "clipping was not always active"

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from zeroj import _compat
 from zeroj.collectives.plain import total
@@ -31,10 +32,11 @@ from zeroj.gather.means import accumulate, over_devices
 from zeroj.gather.reductions import Reduction, slot_of
 from zeroj.gather.residual_check import check_near, check_offload
 from zeroj.gather.residuals import offload_residuals
+from zeroj.gather.sinks import Made, NotTaken, Sinks, Taking
 from zeroj.gather.views import View, make_view
 from zeroj.plan.feedback import Errors, fed_back
 from zeroj.plan.mesh import traced_on
-from zeroj.plan.plan import Plan
+from zeroj.plan.plan import ParamLeaf, Plan
 
 #: Which output of the traced loss and gradient is the count, where the loss has one.
 WEIGHT = 1
@@ -48,7 +50,7 @@ class Gradients(NamedTuple):
         weight: fp32 scalar, the sum of counts, or None for a plain mean.
         aux: the loss's aux: floats averaged and integers summed over devices and micro-batches, and every
             :class:`zeroj.Mean` divided out.
-        grads: one array per trained leaf, where the plan has gradients.
+        grads: one array per trained leaf, where the plan has gradients; :class:`Made` of one that was taken.
         model_state: what the model carries on, the same on every device.
         errors: what quantising lost of the gradients (LoCo); see :mod:`zeroj.plan.feedback`.
         divisor: fp32 scalar by which gradients in host memory are still to be divided, or None.
@@ -57,7 +59,7 @@ class Gradients(NamedTuple):
     loss: jax.Array
     weight: jax.Array | None
     aux: Any
-    grads: list[jax.Array]
+    grads: list[Any]
     model_state: Any = ()
     errors: Any = ()
     divisor: jax.Array | None = None
@@ -149,6 +151,7 @@ def gradients(
     offload_activations: bool = False,
     errors: Errors | tuple[()] = (),
     feeds: Any = (),
+    taking: Taking | None = None,
 ) -> Gradients:
     """The gradient of the mean over the global batch, times ``scale``, in the layout of ``plan.grads``.
 
@@ -169,19 +172,49 @@ def gradients(
         offload_activations: whether what ``jax.checkpoint`` regions keep waits in host memory.
         errors: what quantising lost of the gradients before; left out, it is not fed back.
         feeds: bool scalar beside ``errors``: where it is False, they stand for zeros.
+        taking: what takes gradients where they arise, of a single micro-batch under the view of one device; left
+            out, nothing does.
     """
     leaves = check_params(plan, params)
     check_errors(plan, errors)
     check_batch(plan, batch, accumulation)
     rng = jax.random.key(0) if rng is None else rng
 
-    def program(*args: Any) -> tuple[Any, list[jax.Array], Any]:
-        return _program(loss_fn, plan, view, args, accumulation, has_aux, host, offload_activations)
+    def run(taking: Taking | None) -> Gradients:
+        def program(*args: Any) -> tuple[Any, list[Any], Any]:
+            return _program(
+                loss_fn, plan, view, args, accumulation, has_aux, host, offload_activations, taking
+            )
 
-    placements = [plan.grad_placement(leaf) for leaf in plan.leaves if leaf.trainable]
-    args = (leaves, batch, rng, jnp.asarray(scale, jnp.float32), model_state, feeds)
-    (loss, weight, aux, state, token, divisor), grads, errors = view.run(program, args, placements, errors)
-    return Gradients(loss + token, weight, aux, grads, state, errors, divisor)
+        args = (
+            leaves,
+            batch,
+            rng,
+            jnp.asarray(scale, jnp.float32),
+            model_state,
+            feeds,
+            taking and taking.also,
+        )
+        whole, grads, left = view.run(program, args, _specs(plan, taking), errors, taking)
+        loss, weight, aux, state, token, divisor = whole
+        return Gradients(loss + token, weight, aux, grads, state, left, divisor)
+
+    try:
+        return run(taking)
+    except NotTaken:
+        return run(None)
+
+
+def _specs(plan: Plan, taking: Taking | None) -> list[Any]:
+    """Where what is made of each trained leaf's gradient lives, over the ZeRO axes."""
+    found: list[Any] = []
+    for leaf in (leaf for leaf in plan.leaves if leaf.trainable):
+        if taking and leaf.path in taking.specs:
+            spec = taking.specs[leaf.path]
+            found.append(Made(spec, PartitionSpec(), (spec,) * (len(taking.values[leaf.path]))))
+        else:
+            found.append(plan.grad_placement(leaf).zero_spec)
+    return found
 
 
 def _program(
@@ -193,9 +226,10 @@ def _program(
     has_aux: bool,
     host: bool,
     offload: bool,
-) -> tuple[Any, list[jax.Array], Any]:
+    taking: Taking | None,
+) -> tuple[Any, list[Any], Any]:
     """Micro-batches one after the other, then what is left to reduce."""
-    leaves, batch, rng, scale, before, feeds, errors = args
+    leaves, batch, rng, scale, before, feeds, also, errors, taken = args
     state = carried.enter(before, view.axes)
     live = [leaf for leaf in plan.leaves if leaf.trainable]
     batches = view.split(batch, accumulation)
@@ -207,9 +241,13 @@ def _program(
     own = jax.tree.map(lambda x: jax.lax.squeeze(x, (0,)), errors) if errors else {}
     weighted = out_shape.weight is not None
     count = host_sums.count_ahead(traced, len(plan.leaves), WEIGHT, view.axes) if weighted else None
+    if taking and weighted and count is None:
+        raise NotTaken
     can_sum = at_once and not later and (count is not None or not weighted)
-    reductions = _reductions(plan, view, later, host and (can_sum or accumulation == 1), accumulation, own)
-    sums = _empty_sums(plan, reductions)
+    reductions = _reductions(
+        plan, view, later, host and (can_sum or accumulation == 1), accumulation, own, taken
+    )
+    sums = _empty_sums(plan, reductions) if accumulation > 1 else {}
     keeps = any(plan.param_placement(leaf).wire.kept for leaf in plan.leaves)
     heads = len(jax.tree.leaves(out_shape))
     wanted = [None] * heads + (reductions if at_once else [None] * len(live))
@@ -220,8 +258,9 @@ def _program(
         walker.gathers.kept = kept
         walker.errors = {path: Feedback(given, _beta(plan), scale, feeds) for path, given in errors.items()}
         values = [*lazy_leaves(plan, leaves), *jax.tree.leaves(micro), key, scale, *jax.tree.leaves(state)]
-        weight = count(values) if sums and count else None
-        walker.sums = {path: host_sums.HostSum(value, weight) for path, value in sums.items()}
+        weight = count(values) if count and (sums or taken) else None
+        walker.sinks = {path: host_sums.HostSum(value, weight) for path, value in sums.items()}
+        walker.sinks |= _takers(plan, taking, taken, leaves, also, weight)
         outs = walker.force(walker.run(traced, values, wanted))
         head = jax.tree.unflatten(jax.tree.structure(out_shape), outs[:heads])
         made = [g if r.into else r.away(g) for r, g in zip(reductions, outs[heads:], strict=True)]
@@ -233,16 +272,39 @@ def _program(
 
     carry = state, own, feeds, sums
     head, means, token, divisor = accumulate(one, batches, keys, carry, accumulation, view.axes, keeps)
+    summed = bool(sums)
     state, own, _, sums = head.model_state
     grads: list[Any] = [sums[r.into] if r.into else g for r, g in zip(reductions, means, strict=True)]
     if not at_once:
         grads = [r(g) for r, g in zip(reductions, grads, strict=True)]
-    grads = [total(g, later) for g in grads]
-    grads = [_widened(g, plan.precision.gradient(x.dtype)) for g, x in zip(grads, live, strict=True)]
+    grads = [_settled(g, later, plan, x) for g, x in zip(grads, live, strict=True)]
     loss, weight, aux = over_devices(head, view.axes, view.degree)
     after = carried.leave(before, state, view.axes, view.degree)
     left = jax.tree.map(lambda x: jax.lax.expand_dims(x, (0,)), own) if errors else ()
-    return (loss, weight, aux, after, token, divisor if sums else None), grads, left
+    return (loss, weight, aux, after, token, divisor if summed else None), grads, left
+
+
+def _takers(
+    plan: Plan,
+    taking: Taking | None,
+    taken: dict[str, tuple[jax.Array, ...]],
+    params: Sequence[jax.Array],
+    also: Any,
+    weight: jax.Array | None,
+) -> Sinks:
+    """What takes gradients where they arise, by path; nothing is updated where the loss counted nothing."""
+    if taking is None:
+        return {}
+    shards = {leaf.path: shard for leaf, shard in zip(plan.leaves, params, strict=True)}
+    applied = None if weight is None else weight > 0
+    return {path: taking.make(path, values, shards[path], also, applied) for path, values in taken.items()}
+
+
+def _settled(grad: Any, later: tuple[str, ...], plan: Plan, leaf: ParamLeaf) -> Any:
+    """A gradient summed over the axes in ``later`` and in its dtype; of one that was taken, the sum of its squares."""
+    if isinstance(grad, Made):
+        return grad._replace(squares=total(jnp.sum(grad.squares), leaf.placement.axes))
+    return _widened(total(grad, later), plan.precision.gradient(leaf.dtype))
 
 
 def _empty_sums(plan: Plan, reductions: Sequence[Reduction]) -> dict[str, jax.Array]:
@@ -265,13 +327,21 @@ def _addends(plan: Plan, reductions: Sequence[Reduction], made: Sequence[Any]) -
 
 
 def _reductions(
-    plan: Plan, view: View, later: tuple[str, ...], host: bool, accumulation: int, fed: Collection[str]
+    plan: Plan,
+    view: View,
+    later: tuple[str, ...],
+    host: bool,
+    accumulation: int,
+    fed: Collection[str],
+    taken: Collection[str],
 ) -> list[Reduction]:
     """How the gradient of each trained leaf is summed over devices; with feedback for the leaves in ``fed``."""
     found = []
     for leaf in (leaf for leaf in plan.leaves if leaf.trainable):
         reduction = view.reduction(leaf, later)
-        if host:
+        if leaf.path in taken:
+            reduction = replace(reduction, into=leaf.path)
+        elif host:
             kind = plan.gradient_memory(leaf) if accumulation == 1 else plan.accumulator_memory(leaf)
             into = leaf.path if kind and accumulation > 1 else ""
             reduction = replace(reduction, placement=reduction.placement.at(kind), into=into)

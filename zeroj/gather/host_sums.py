@@ -29,10 +29,12 @@ class HostSum:
     Attributes:
         value: this device's shard, in host memory; of a slice that a loop's body works on, on the device.
         weight: fp32 scalar by which the next addend counts, or None for 1.
+        within: of the sum of one slice: the stack, and the slice's index.
     """
 
     value: jax.Array
     weight: jax.Array | None
+    within: tuple[jax.Array, jax.Array] | None = None
 
     def plus(self, addend: jax.Array) -> jax.Array:
         """The sum with one more addend, in the memory where the sum is.
@@ -47,11 +49,25 @@ class HostSum:
 
     def layer(self, stack: jax.Array, index: jax.Array) -> HostSum:
         """The sum of one slice of ``stack``, on the device."""
-        return replace(self, value=memory.layer_of(stack, index))
+        return replace(self, value=memory.layer_of(stack, index), within=(stack, index))
 
+    def start(self, first: int) -> jax.Array:
+        """The sum so far."""
+        del first
+        return self.value
 
-#: Path of a leaf -> the sum of its gradients.
-Sums = dict[str, HostSum]
+    def put(self, made: jax.Array) -> jax.Array:
+        """The stack with one slice's new sum in its place."""
+        assert self.within is not None
+        stack, index = self.within
+        return memory.put_layer(stack, made, index)
+
+    def given(self, made: jax.Array) -> None:
+        """Nothing: the loop carries the sum."""
+
+    def whole(self, carried: jax.Array, given: None) -> jax.Array:
+        """The sum that the loop carried."""
+        return carried
 
 
 def zeros(reduction: Reduction, dtype: Any) -> jax.Array:

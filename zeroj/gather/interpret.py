@@ -16,10 +16,11 @@ import jax
 
 from zeroj import _compat
 from zeroj.collectives.quantized import Feedback
-from zeroj.gather import host_sums, kept, lazy, loops
+from zeroj.gather import kept, lazy, loops
 from zeroj.gather.counters import Counted
 from zeroj.gather.reductions import Reduction, ReductionPlan, Reductions, is_zero, place_reductions
 from zeroj.gather.regions import NotAlike, Operands, Regions
+from zeroj.gather.sinks import Sinks
 from zeroj.gather.stacks import only_sliced
 from zeroj.gather.tokens import Gather, Gathers, Tokens
 from zeroj.gather.uniform import Uniform
@@ -44,15 +45,15 @@ class Interpreter:
         self.gathers = Gathers(gather, bucket, reuse)
         self.regions = Regions()
         self.errors: dict[str, Feedback] = {}
-        self.sums: host_sums.Sums = {}
+        self.sinks: Sinks = {}
         self.counted = Counted()
 
     def within(
-        self, errors: dict[str, Feedback], sums: host_sums.Sums, near: kept.Kept, counted: Counted
+        self, errors: dict[str, Feedback], sinks: Sinks, near: kept.Kept, counted: Counted
     ) -> Interpreter:
         """The interpreter of one iteration of a loop, with what is kept of gathers before it."""
         inner = Interpreter(self.gather, self.bucket, self.reuse, self.max_live)
-        inner.regions, inner.errors, inner.sums = self.regions, errors, sums
+        inner.regions, inner.errors, inner.sinks = self.regions, errors, sinks
         inner.counted, inner.gathers.kept = counted, near
         inner.gathers.free_start = True
         return inner
@@ -98,15 +99,15 @@ class Interpreter:
                 env.pop(var, None)
         outs = [read(v) for v in jaxpr.outvars]
         outs = [self._reduced(out, r) for out, r in zip(outs, reductions.at_exit, strict=True)]
-        done = reductions.added_inside(jaxpr)
+        done = reductions.taken_inside(jaxpr)
         return [
             out if w is None or v in done else self._kept(out, w)
             for v, out, w in zip(jaxpr.outvars, outs, wanted, strict=True)
         ]
 
     def _kept(self, value: Any, reduction: Reduction) -> Any:
-        """A reduced gradient where it is kept: added to its sum over micro-batches, or in its memory."""
-        return self.sums[reduction.into].plus(value) if reduction.into else reduction.away(value)
+        """A reduced gradient where it is kept: taken by its sink, or in its memory."""
+        return self.sinks[reduction.into].plus(value) if reduction.into else reduction.away(value)
 
     def _reduced(self, value: Any, reduction: Reduction | None) -> Any:
         """A gradient summed over devices; any other value as it is."""

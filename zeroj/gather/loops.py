@@ -41,7 +41,8 @@ def scan(
     self.errors |= {path: loop.fed[path].after(errors[path]) for path in loop.fed}
     rest, made = iter(ys), iter(pieces)
     outs = [*carry, *(next(rest) if s is None else s.build(made, layout.length) for s in loop.rebuilt)]
-    return [sums[loop.summed[at]] if at in loop.summed else out for at, out in enumerate(outs)]
+    taken = {at: self.sinks[path].whole(sums[path], outs[at]) for at, path in loop.taken.items()}
+    return [taken.get(at, out) for at, out in enumerate(outs)]
 
 
 @dataclass
@@ -54,7 +55,7 @@ class _Loop:
         wanted: per output the reduction over devices that it needs, or None.
         uniform: the uniform values around it.
         fed: path -> errors of quantised reductions inside it.
-        summed: number of an output -> path of the sum in host memory that it is added to.
+        taken: number of an output -> path of the leaf whose sink takes it.
         near_kept: after the walk of its body, what an iteration keeps of its gathers.
         rebuilt: after the walk of its body, for each y the stacks that it is made of, or None.
     """
@@ -73,7 +74,7 @@ class _Loop:
         errors = self.walker.errors
         paths = (r.feedback.path for r in self.wanted if r and r.feedback)
         self.fed: dict[str, Feedback] = {path: errors[path] for path in paths}
-        self.summed: dict[int, str] = {at: r.into for at, r in enumerate(self.wanted) if r and r.into}
+        self.taken: dict[int, str] = {at: r.into for at, r in enumerate(self.wanted) if r and r.into}
 
     def enter(self, operands: list[Any]) -> tuple[Any, Any]:
         """Gathers what every iteration uses; what the loop carries at first, and what it runs over."""
@@ -93,7 +94,8 @@ class _Loop:
         self.known = kept.stacks_in(walker.gathers.kept, self.stacks)
         self.outer = {key: near for key, near in walker.gathers.kept.items() if key.depth > 0}
         errors = {path: tuple(f.errors) for path, f in self.fed.items()}
-        sums = {path: walker.sums[path].value for path in self.summed.values()}
+        first = self.layout.length - 1 if self.layout.reverse else 0
+        sums = {path: walker.sinks[path].start(first) for path in self.taken.values()}
         index = jnp.arange(self.layout.length) if errors or sums else None
         stacked = [s.array for s in self.stacks.values()]
         nears = [near.value for near in self.known.values()]
@@ -104,20 +106,22 @@ class _Loop:
         """One iteration: (carry, errors, sums), slices -> the same, (ys, pieces of stacks, what is kept, token)."""
         (carry, errors, sums), (plain_xs, shard_slices, near_slices, index) = carried, sliced
         nc, nk, program = self.layout.num_consts, self.layout.num_carry, self.layout.body
+        sinks = self.walker.sinks
         slices = dict(zip(self.stacks, shard_slices, strict=True))
         lazies = zip(self.lazy_xs, plain_xs, strict=True)
         args = [p if x is None else lazy.slice_of(x, slices) for x, p in lazies]
         before = self.outer | kept.sliced(self.known, near_slices, slices)
         inner = self.walker.within(
             {path: self.fed[path].layer(errors[path], index) for path in self.fed},
-            {path: self.walker.sums[path].layer(sums[path], index) for path in self.summed.values()},
+            {path: sinks[path].layer(sums[path], index) for path in self.taken.values()},
             dict(before),
             self.counted,
         )
         added = [v for v, r in zip(program.jaxpr.invars[nc : nc + nk], self.wanted, strict=False) if r]
         outs = inner.run(program, [*self.consts, *carry, *args], self.wanted, added, self.same)
-        sums = {path: put_layer(sums[path], outs[at], index) for at, path in self.summed.items()}
-        outs = [None if at in self.summed else out for at, out in enumerate(outs)]
+        sums = {path: inner.sinks[path].put(outs[at]) for at, path in self.taken.items()}
+        given = {at: sinks[path].given(outs[at]) for at, path in self.taken.items()}
+        outs = [given.get(at, out) for at, out in enumerate(outs)]
         origin = {id(piece): self.stacks[key] for key, piece in slices.items()}
         outside = {id(shard.array) for x in self.lazy_consts.values() for shard in lazy.shards_of(x)}
         self.rebuilt = [restack(out, origin, outside) for out in outs[nk:]]

@@ -57,7 +57,7 @@ class Reduction:
         whole: whether every device gets the whole sum. It is then scattered and gathered rather than
             all-reduced: the same bytes, and in half precision the same rounding as at the sharded stages.
         feedback: whose errors are fed back, or None.
-        into: the path of the leaf to whose sum over micro-batches, in host memory, the result is added; or empty.
+        into: the path of the leaf whose sink takes the result (see :mod:`zeroj.gather.sinks`), or empty.
     """
 
     placement: Placement
@@ -133,8 +133,8 @@ class ReductionPlan:
     at_exit: list[Reduction | None]
     uniform: Uniform
 
-    def added_inside(self, jaxpr: _compat.Jaxpr) -> set[Any]:
-        """The outputs of calls and scans that are already sums over micro-batches: added to inside them."""
+    def taken_inside(self, jaxpr: _compat.Jaxpr) -> set[Any]:
+        """The outputs of calls and scans that sinks took inside them."""
         pairs = ((eqn, self.inside[id(eqn)]) for eqn in jaxpr.eqns if id(eqn) in self.inside)
         return {
             var for eqn, found in pairs for var, r in zip(eqn.outvars, found, strict=True) if r and r.into

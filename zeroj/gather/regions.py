@@ -88,6 +88,8 @@ class Regions:
         for reduction in wanted:
             if reduction is not None:
                 _check(reduction.placement)
+                if reduction.into:  # what takes it is the loop's
+                    raise NotAlike
         program = self._programs.get(id(called.jaxpr))
         if program is None:
             program = self._programs.setdefault(id(called.jaxpr), fingerprint.of_program(called.jaxpr))

@@ -21,6 +21,7 @@ from zeroj.collectives import fetch, plain
 from zeroj.errors import PlanError
 from zeroj.gather.inputs import batch_specs
 from zeroj.gather.reductions import Reduction
+from zeroj.gather.sinks import Taking
 from zeroj.plan.plan import ParamLeaf, Plan
 from zeroj.plan.rules import Placement
 
@@ -55,15 +56,21 @@ class View(Protocol):
         """(accumulation,) keys."""
 
     def run(
-        self, program: Callable[..., Any], args: tuple[Any, ...], grads: list[Placement], errors: Any = ()
+        self,
+        program: Callable[..., Any],
+        args: tuple[Any, ...],
+        grads: list[Any],
+        errors: Any = (),
+        taking: Taking | None = None,
     ) -> Any:
-        """Runs ``program(leaves, batch, *whole, errors)``: returns (whole values, list of gradients, errors).
+        """Runs ``program(leaves, batch, *whole, errors, taken)``: returns (whole values, list of gradients, errors).
 
         Args:
-            program: it.
+            program: it; ``taken`` are the values of ``taking``, on one device.
             args: leaves, batch and what is whole.
-            grads: where the gradients live.
+            grads: the PartitionSpecs of the gradients over the ZeRO axes, or of what is made of them.
             errors: arrays of which each device has its own, along dim 0.
+            taking: what takes gradients where they arise; left out, nothing does.
         """
 
 
@@ -162,20 +169,29 @@ class DeviceView:
         return jax.random.split(jax.random.fold_in(rng, jax.lax.axis_index(self.axes)), accumulation)
 
     def run(
-        self, program: Callable[..., Any], args: tuple[Any, ...], grads: list[Placement], errors: Any = ()
+        self,
+        program: Callable[..., Any],
+        args: tuple[Any, ...],
+        grads: list[Any],
+        errors: Any = (),
+        taking: Taking | None = None,
     ) -> Any:
         """Runs inside ``shard_map`` over the ZeRO axes; the mesh's other axes stay automatic."""
         plan, whole = self.plan, PartitionSpec()
         own = PartitionSpec(plan.zero_axes)
         params = [plan.stored_placement(leaf).zero_spec for leaf in plan.leaves]
+        taken = dict(taking.values) if taking else {}
+        places = (
+            {path: (taking.specs[path],) * len(values) for path, values in taken.items()} if taking else {}
+        )
         return jax.shard_map(
             program,
             mesh=plan.mesh,
-            in_specs=(params, batch_specs(plan, args[1]), *(whole for _ in args[2:]), own),
-            out_specs=(whole, [p.zero_spec for p in grads], own),
+            in_specs=(params, batch_specs(plan, args[1]), *(whole for _ in args[2:]), own, places),
+            out_specs=(whole, grads, own),
             axis_names=set(plan.zero_axes),
             check_vma=False,
-        )(*args, errors)
+        )(*args, errors, taken)
 
 
 @dataclass(frozen=True)
@@ -260,11 +276,17 @@ class GlobalView:
         return jax.random.split(rng, accumulation)
 
     def run(
-        self, program: Callable[..., Any], args: tuple[Any, ...], grads: list[Placement], errors: Any = ()
+        self,
+        program: Callable[..., Any],
+        args: tuple[Any, ...],
+        grads: list[Any],
+        errors: Any = (),
+        taking: Taking | None = None,
     ) -> Any:
         """Runs as it is."""
         del grads
-        return program(*args, errors)
+        assert taking is None, "under the global view XLA's partitioner places the sums"
+        return program(*args, errors, {})
 
 
 def _wire_dtype(plan: Plan, leaf: ParamLeaf) -> np.dtype:

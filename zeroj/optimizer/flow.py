@@ -74,6 +74,10 @@ class Flow:
         """The group that alone can make ``value``, or None where every part can."""
         return None if isinstance(value, Const) or value in self.exported else self._owner[value]
 
+    def made_from(self, value: int) -> frozenset[int]:
+        """The groups whose inputs ``value`` is made from."""
+        return self._sources[value]
+
     def shape(self, operand: int | Const) -> tuple[int, ...]:
         """The shape of a value."""
         return tuple(np.shape(operand.value)) if isinstance(operand, Const) else self._shape[operand]

@@ -59,7 +59,7 @@ def sum_of_squares(
             can be cut so.
     """
     if not _compat.is_on_host(grad):
-        return _squares(grad)
+        return squares_of(grad)
     rows = grad.shape[0] if grad.ndim else 1
     wanted = min(rows, math.ceil(grad.size * grad.dtype.itemsize / (parts * PIECE_BYTES)))
     count = next(n for n in range(max(1, wanted), rows + 1) if rows % n == 0)
@@ -72,9 +72,10 @@ def sum_of_squares(
             else jax.lax.dynamic_slice_in_dim(grad, index * rows // count, rows // count, 0)
         )
         piece = jax.device_put(piece, jax.memory.Space.Device)
-        total = total + _squares(piece if of is None else of(piece))
+        total = total + squares_of(piece if of is None else of(piece))
     return total
 
 
-def _squares(value: jax.Array) -> jax.Array:
+def squares_of(value: jax.Array) -> jax.Array:
+    """The sum of the squares of an array on the device, an fp32 scalar."""
     return jnp.sum(jnp.square(value.astype(jnp.promote_types(value.dtype, jnp.float32))))

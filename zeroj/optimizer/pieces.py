@@ -56,7 +56,7 @@ def cuts_of(plan: Plan, split: SplitUpdate, limit: int) -> dict[int, Cut]:
         if len(members) > 1 or not (live[members[0]].state_memory or live[members[0]].param_memory):
             continue
         leaf = live[members[0]]
-        cut = cut_along(leaf.placement, math.ceil(_leaf_bytes(plan, leaf) / max(limit, 1)))
+        cut = cut_along(leaf.placement, math.ceil(leaf_bytes(plan, leaf) / max(limit, 1)))
         if cut and _elementwise(split, group, leaf, cut.dim):
             found[group] = cut
     return found
@@ -101,7 +101,8 @@ def in_order(groups: int, cuts: dict[int, Cut], first: Callable[[int], bool]) ->
     yield from (piece for *_, piece in sorted(pieces, key=lambda item: item[:3]))
 
 
-def _leaf_bytes(plan: Plan, leaf: ParamLeaf) -> int:
+def leaf_bytes(plan: Plan, leaf: ParamLeaf) -> int:
+    """Bytes of a device's part of a leaf's master and optimizer state."""
     total = sum(shard_bytes(plan, s.placement, s.dtype) for s in plan.state_leaves if s.owner == leaf.path)
     return total + shard_bytes(plan, plan.master_placement(leaf), plan.master_dtype(leaf))
 

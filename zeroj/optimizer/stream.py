@@ -8,7 +8,7 @@ it is part of the one compiled step; the update itself runs on the device, and t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 from zeroj import _compat
+from zeroj.gather.sinks import Made
 from zeroj.optimizer.partition import SplitUpdate, split_update
 from zeroj.optimizer.pieces import Piece, cuts_of, in_order, piece_bytes, piece_plan, same_operations
 from zeroj.optimizer.update import Arrays, as_params, updated
@@ -36,13 +37,15 @@ def streamed(
     applied: jax.Array | None,
     extra: dict[str, Any],
     finish: Finish | None = None,
+    made: Mapping[int, Made] | None = None,
 ) -> Arrays:
     """The update of a plan that keeps optimizer state in host memory; see :func:`zeroj.optimizer.update.updated`.
 
-    Every array of host memory that the update needs is read once and written once, unless the transformation
+    ``made`` has the leaves that the backward pass updated, by number among the trainable ones. Every array of host
+    memory that the update needs is read once and written once, unless the transformation
     mixes leaves after it has used its state: what it mixes is then read before, too.
     """
-    return _Stream(tx, plan, arrays, grads, applied, extra, finish).run()
+    return _Stream(tx, plan, arrays, grads, applied, extra, finish, made or {}).run()
 
 
 class _Stream:
@@ -57,10 +60,12 @@ class _Stream:
         applied: jax.Array | None,
         extra: dict[str, Any],
         finish: Finish | None,
+        made: Mapping[int, Made],
     ) -> None:
         self.plan = plan
+        self.made = made
         self.finish = finish or (lambda grad, dtype: grad)
-        self.away = [_compat.is_on_host(grad) for grad in grads]
+        self.away = [j not in made and _compat.is_on_host(grad) for j, grad in enumerate(grads)]
         self.live = [leaf for leaf in plan.leaves if leaf.trainable]
         self.params = list(arrays.params)
         self.numbers = [n for n, leaf in enumerate(plan.leaves) if leaf.trainable]
@@ -97,6 +102,8 @@ class _Stream:
         later = dict(outs)  # what several leaves read stays as it was until all have
         pending: deque[tuple[Piece, dict[int, Any]]] = deque()
         for piece in in_order(len(self.split.groups), self.cuts, lambda g: not self._on_host(g)):
+            if self.made.keys() & set(self.split.groups[piece.group]):
+                continue
             if self._on_host(piece.group):
                 self._make_room(piece, pending)
             made = self.by_piece.part(piece.group, self._read(piece), shared)
@@ -109,10 +116,22 @@ class _Stream:
             self._write(*pending.popleft())
         for index, value in later.items():
             self._replace(index, value, None)
+        self._take_made()
         self._settle()
         end = self.inner_at + len(self.plan.state_leaves)
         masters = self.values[: self.count] if self.plan.has_master else self.params
         return Arrays(self.params, masters, self.values[self.inner_at : end])
+
+    def _take_made(self) -> None:
+        """Puts what the backward pass updated in its place."""
+        for j, made in self.made.items():
+            stored, own = list(made.stored), self.belongs[self.count :]
+            self.params[j] = made.param
+            if self.plan.has_master:
+                self.values[j] = stored.pop(0)
+            places = [i for i, owner in enumerate(own) if owner == j]
+            for i, value in zip(places, stored, strict=True):
+                self.values[self.inner_at + i] = value
 
     def _settle(self) -> None:
         """Keeps params that were written in pieces where they live: XLA may choose another place for the whole."""

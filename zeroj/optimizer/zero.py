@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import optax
 from zeroj.collectives import plain
 from zeroj.errors import PlanError
 from zeroj.gather.inputs import check_memory
+from zeroj.gather.sinks import Made
 from zeroj.optimizer.stream import Finish, streamed
 from zeroj.optimizer.update import (
     Arrays,
@@ -127,6 +128,7 @@ def apply_gradients(
     *,
     applied: jax.Array | None = None,
     finish: Finish | None = None,
+    made: Mapping[int, Made] | None = None,
     **extra: Any,
 ) -> tuple[Any, ZeroOptState]:
     """One update. Returns the new stored params and the new state.
@@ -141,6 +143,7 @@ def apply_gradients(
             whole params are gathered from them. Left out, the update is always made.
         finish: what is still to be done with a gradient that is in host memory, once it is on the device; given
             the leaf's dtype as well.
+        made: leaves that are updated already, by number among the trainable ones; their gradients are not read.
         **extra: passed on to ``tx.update``.
     """
     flat_params = plan.treedef.flatten_up_to(params)
@@ -157,7 +160,7 @@ def apply_gradients(
     arrays = Arrays([flat_params[i] for i in live], [masters[i] for i in live], inner)
     live_grads = [flat_grads[i] for i in live]
     if plan.streams:
-        new = streamed(tx, plan, arrays, live_grads, applied, extra, finish)
+        new = streamed(tx, plan, arrays, live_grads, applied, extra, finish, made)
     else:
         new = at_once(tx, plan, arrays, live_grads, applied, extra)
     for i, value in zip(live, new.params, strict=True):

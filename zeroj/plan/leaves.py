@@ -44,6 +44,7 @@ class ParamLeaf:
         state_memory: the memory kind of its optimizer state and fp32 master; empty: the device's own.
         param_memory: the memory kind of its stored shard; empty: the device's own.
         error_memory: the memory kind of what quantising lost of its gradient (LoCo); empty: the device's own.
+        stack: whether its dim 0 is a stack of layers that a loop runs over, as far as the plan was told.
     """
 
     path: str
@@ -54,6 +55,7 @@ class ParamLeaf:
     state_memory: str = ""
     param_memory: str = ""
     error_memory: str = ""
+    stack: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:

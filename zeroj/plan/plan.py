@@ -281,8 +281,7 @@ def make_plan(
         raise PlanError(
             "This zero_optimization asks for what zeroj does not do yet: " + ", ".join(lacking) + "."
         )
-    axes = zero_axes_of(mesh, zero_axes)
-    mesh, axes = group_mesh(tree.auto_mesh(mesh), axes, zero)
+    mesh, axes = group_mesh(tree.auto_mesh(mesh), zero_axes_of(mesh, zero_axes), zero)
     flat, treedef = tree.flatten(params)
     trains = tree.trainable_flags(params, flat, trainable)
     is_stack = tree.path_predicate(scanned)
@@ -307,7 +306,8 @@ def make_plan(
             flag,
             bool(placement.model),
         )
-        leaves.append(ParamLeaf(path, leaf.keys, np.dtype(leaf.dtype), replace(placement, wire=wire), flag))
+        kind, placement = np.dtype(leaf.dtype), replace(placement, wire=wire)
+        leaves.append(ParamLeaf(path, leaf.keys, kind, placement, flag, stack=is_stack(path)))
     disk = aio if aio is None or isinstance(aio, Aio) else Aio(**aio)
     plan = Plan(mesh, zero, axes, policy, threshold, tuple(leaves), treedef, (), None)
     plan = replace(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from zeroj import _compat
 from zeroj.gather.gradients import Gradients
+from zeroj.gather.sinks import Made
 from zeroj.optimizer.norms import Unfinished, sum_of_squares
 from zeroj.plan.plan import Plan
 
@@ -21,7 +23,7 @@ class Clipped(NamedTuple):
     """Gradients as the optimizer is to see them.
 
     Attributes:
-        grads: unscaled and clipped; those in host memory as they came.
+        grads: unscaled and clipped; those in host memory, and what was made of those that were taken, as they came.
         norm: fp32 scalar, the global norm before clipping.
         factor: fp32 scalar, what they were multiplied by.
         finite: bool (leaves,), for each whether all its elements, on every device, are finite, and the sum of
@@ -29,7 +31,7 @@ class Clipped(NamedTuple):
         left: makes the same of what of a gradient is brought to the device.
     """
 
-    grads: list[jax.Array]
+    grads: list[Any]
     norm: jax.Array
     factor: jax.Array
     finite: jax.Array
@@ -42,23 +44,31 @@ def unscale_and_clip(plan: Plan, out: Gradients, scale: jax.Array | None, clip_n
     A leaf counts as finite where the sum of its squares is: a larger one overflows the norm, and with it the step.
     """
     dtypes = [leaf.dtype for leaf in plan.leaves if leaf.trainable]
-    away = [_compat.is_on_host(g) for g in out.grads]
     left = Unfinished(out.divisor, scale, None)
-
-    fetched = partial(left.fetched, precision=plan.precision)
-    grads = [
-        g if host else left.unscaled(g, x, plan.precision)
-        for g, x, host in zip(out.grads, dtypes, away, strict=True)
-    ]
-    each = [
-        sum_of_squares(g, partial(fetched, dtype=x) if host else None, plan.degree)
-        for g, x, host in zip(grads, dtypes, away, strict=True)
-    ]
+    grads = [_unscaled(plan, left, g, x) for g, x in zip(out.grads, dtypes, strict=True)]
+    each = [_squares(plan, left, g, x) for g, x in zip(grads, dtypes, strict=True)]
     squares = jnp.stack(each) if each else jnp.zeros((0,), jnp.float32)
     norm = jnp.sqrt(jnp.sum(squares))
     factor = jnp.float32(1)
     if clip_norm is not None:
         factor = jnp.minimum(1.0, clip_norm / (norm + CLIP_EPSILON))
         left = left._replace(factor=factor)
-    done = [g if host else left.clip(g) for g, host in zip(grads, away, strict=True)]
+    done = [g if stays(g) else left.clip(g) for g in grads]
     return Clipped(done, norm, factor, jnp.isfinite(squares), left)
+
+
+def stays(grad: Any) -> bool:
+    """Whether a gradient is left as it came: it is in host memory, or was taken where it arose."""
+    return isinstance(grad, Made) or _compat.is_on_host(grad)
+
+
+def _unscaled(plan: Plan, left: Unfinished, grad: Any, dtype: np.dtype) -> Any:
+    return grad if stays(grad) else left.unscaled(grad, dtype, plan.precision)
+
+
+def _squares(plan: Plan, left: Unfinished, grad: Any, dtype: np.dtype) -> jax.Array:
+    """The sum of the squares of a gradient's elements."""
+    if isinstance(grad, Made):
+        return grad.squares
+    fetched = partial(left.fetched, dtype=dtype, precision=plan.precision)
+    return sum_of_squares(grad, fetched if _compat.is_on_host(grad) else None, plan.degree)

@@ -10,20 +10,22 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zeroj import _compat, flags
+from zeroj import flags
 from zeroj.config.precision import LossScale
 from zeroj.errors import PlanError
 from zeroj.gather.evaluate import evaluate
 from zeroj.gather.gradients import Gradients, gradients
 from zeroj.gather.residual_check import check_near, check_offload
+from zeroj.gather.sinks import Made, Taking
 from zeroj.gather.views import make_view
+from zeroj.optimizer.layerwise import taking
 from zeroj.optimizer.spill import SpilledUpdate
 from zeroj.optimizer.zero import ZeroOptimizer, apply_gradients, wrap_optimizer
 from zeroj.plan.feedback import errors_struct
 from zeroj.plan.mesh import traced_on
 from zeroj.plan.plan import Plan
 from zeroj.spill.reader import ParamReader
-from zeroj.step.clip import Clipped, unscale_and_clip
+from zeroj.step.clip import Clipped, stays, unscale_and_clip
 from zeroj.step.precision import default_scaling, is_stuck, next_scale
 from zeroj.step.spilled import SpilledStep, WithoutFiles
 from zeroj.step.state import TrainState
@@ -90,6 +92,16 @@ def make_train_step(
     check_near(plan)
     wrapped = wrap_optimizer(tx, plan)
     reader = ParamReader(plan) if plan.spills_params else None
+    scaling = loss_scale or default_scaling(plan.precision.name)
+    skips = plan.precision.half if skip_nonfinite is None else skip_nonfinite
+    early = (
+        plan.streams
+        and not plan.spills
+        and plan.stage.params
+        and not plan.replica_axes
+        and (loss_over, accumulation_steps, reduce_op, clip_norm) == ("device", 1, "mean", None)
+        and not (skips or scaling.dynamic or scaling.static != 1)
+    )
     head = _head(
         partial(
             gradients,
@@ -104,8 +116,9 @@ def make_train_step(
         plan,
         times=plan.degree if reduce_op == "sum" else 1,
         clip_norm=clip_norm,
-        scaling=loss_scale or default_scaling(plan.precision.name),
-        skips=plan.precision.half if skip_nonfinite is None else skip_nonfinite,
+        scaling=scaling,
+        skips=skips,
+        taking=partial(taking, wrapped) if early else None,
     )
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
@@ -156,6 +169,7 @@ def _head(
     clip_norm: float | None,
     scaling: LossScale,
     skips: bool,
+    taking: Callable[[Any], Taking | None] | None = None,
 ) -> Callable[..., tuple[Clipped, Advance, dict[str, Any]]]:
     """Everything before the update: (state, batch) -> (gradients, unscaled and clipped; small fields; metrics)."""
 
@@ -164,7 +178,7 @@ def _head(
     def head(state: TrainState, batch: Any) -> tuple[Clipped, Advance, dict[str, Any]]:
         rng = jax.random.fold_in(state.rng, state.scale.iteration)
         scale = state.scale.scale if scaled else jnp.float32(1)
-        fed = {"errors": state.errors, "feeds": state.feeds}
+        fed = {"errors": state.errors, "feeds": state.feeds, "taking": taking and taking(state.opt_state)}
         out = evaluate_gradients(state.params, batch, rng, scale, state.model_state, **fed)
         made_with = scale / times if scaled or times != 1 else None
         clipped = unscale_and_clip(plan, out, made_with, clip_norm)
@@ -184,7 +198,7 @@ def _head(
             metrics |= {"stuck": is_stuck(state.scale, finite, scaling), "finite": flags}
         metrics |= {"aux": out.aux} if jax.tree.leaves(out.aux) else {}
         if plan.streams or plan.spills:  # so that host memory and files round alike, whatever XLA makes of it
-            grads = [g if _compat.is_on_host(g) else jax.lax.optimization_barrier(g) for g in clipped.grads]
+            grads = [g if stays(g) else jax.lax.optimization_barrier(g) for g in clipped.grads]
             clipped = clipped._replace(grads=grads)
         return clipped, new, metrics
 
@@ -292,7 +306,8 @@ def _update(
     loss: jax.Array,
     applied: jax.Array | None,
 ) -> tuple[Any, Any]:
-    plan, live = tx.plan, iter(clipped.grads)
+    plan, made = tx.plan, {j: g for j, g in enumerate(clipped.grads) if isinstance(g, Made)}
+    live = iter(g if j not in made else _taken(plan, j) for j, g in enumerate(clipped.grads))
     tree = plan.treedef.unflatten([next(live) if leaf.trainable else None for leaf in plan.leaves])
     return apply_gradients(
         tx.user_tx,
@@ -302,6 +317,13 @@ def _update(
         state.params,
         applied=applied,
         finish=partial(clipped.left.finish, precision=plan.precision),
+        made=made,
         value=loss,
         grad=tree,
     )
+
+
+def _taken(plan: Plan, number: int) -> jax.ShapeDtypeStruct:
+    """Stands in place of the gradient of a leaf that is updated already; the leaf's number among the trainable."""
+    leaf = [leaf for leaf in plan.leaves if leaf.trainable][number]
+    return jax.ShapeDtypeStruct(plan.grad_placement(leaf).padded, plan.precision.seen(leaf.dtype))

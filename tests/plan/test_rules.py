@@ -128,3 +128,9 @@ def test_a_stack_sharded_on_the_scanned_dim_is_warned_of_and_a_plan_that_knows_i
     plan = dataclasses.replace(knowing, leaves=leaves)
     with pytest.warns(UserWarning, match="runs over dim 0 of blocks/bias.*which is sharded.*find_scanned"):
         jax.eval_shape(zj.value_and_grad(m.loss, plan), zj.shard_params(plan, m.params), batch)
+
+
+def test_an_optimizer_with_a_typed_key_in_its_state_is_refused_by_the_name_of_the_leaf() -> None:
+    tx = optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1))
+    with pytest.raises(zj.PlanError, match=r"typed random key.*rng_key.*key_data"):
+        zj.make_plan({"w": jnp.ones((8, 8))}, tx, zj.make_mesh(), zj.Zero(stage=2))

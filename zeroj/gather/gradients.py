@@ -9,11 +9,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from zeroj import _compat
 from zeroj.collectives.plain import total
-from zeroj.collectives.quantized import Feedback
 from zeroj.errors import PlanError
 from zeroj.gather import host_sums
 from zeroj.gather import loss as losses
@@ -22,17 +20,14 @@ from zeroj.gather.inputs import (
     check_batch,
     check_errors,
     check_params,
-    interpreter,
-    lazy_leaves,
     whole_struct,
 )
-from zeroj.gather.kept import Kept
-from zeroj.gather.loss import LossOut
 from zeroj.gather.means import accumulate, over_devices
+from zeroj.gather.microbatch import MicroBatch, widened
 from zeroj.gather.reductions import Reduction, slot_of
 from zeroj.gather.residual_check import check_near, check_offload
 from zeroj.gather.residuals import offload_residuals
-from zeroj.gather.sinks import Made, NotTaken, Sinks, Taking
+from zeroj.gather.sinks import Arrival, Made, NotTaken, Taking, arrival_of, specs_of
 from zeroj.gather.views import View, make_view
 from zeroj.plan.feedback import Errors, fed_back
 from zeroj.plan.mesh import traced_on
@@ -54,6 +49,7 @@ class Gradients(NamedTuple):
         model_state: what the model carries on, the same on every device.
         errors: what quantising lost of the gradients (LoCo); see :mod:`zeroj.plan.feedback`.
         divisor: fp32 scalar by which gradients in host memory are still to be divided, or None.
+        arrival: in which order the gradients are made.
     """
 
     loss: jax.Array
@@ -63,6 +59,7 @@ class Gradients(NamedTuple):
     model_state: Any = ()
     errors: Any = ()
     divisor: jax.Array | None = None
+    arrival: Arrival = Arrival(())
 
 
 def value_and_grad(
@@ -195,26 +192,14 @@ def gradients(
             feeds,
             taking and taking.also,
         )
-        whole, grads, left = view.run(program, args, _specs(plan, taking), errors, taking)
-        loss, weight, aux, state, token, divisor = whole
-        return Gradients(loss + token, weight, aux, grads, state, left, divisor)
+        whole, grads, left = view.run(program, args, specs_of(plan, taking), errors, taking)
+        loss, weight, aux, state, token, divisor, arrival = whole
+        return Gradients(loss + token, weight, aux, grads, state, left, divisor, arrival)
 
     try:
         return run(taking)
     except NotTaken:
         return run(None)
-
-
-def _specs(plan: Plan, taking: Taking | None) -> list[Any]:
-    """Where what is made of each trained leaf's gradient lives, over the ZeRO axes."""
-    found: list[Any] = []
-    for leaf in (leaf for leaf in plan.leaves if leaf.trainable):
-        if taking and leaf.path in taking.specs:
-            spec = taking.specs[leaf.path]
-            found.append(Made(spec, PartitionSpec(), (spec,) * (len(taking.values[leaf.path]))))
-        else:
-            found.append(plan.grad_placement(leaf).zero_spec)
-    return found
 
 
 def _program(
@@ -250,26 +235,12 @@ def _program(
     sums = _empty_sums(plan, reductions) if accumulation > 1 else {}
     keeps = any(plan.param_placement(leaf).wire.kept for leaf in plan.leaves)
     heads = len(jax.tree.leaves(out_shape))
-    wanted = [None] * heads + (reductions if at_once else [None] * len(live))
+    wanted: list[Reduction | None] = [None] * heads
+    wanted += reductions if at_once else [None] * len(live)
 
-    def one(micro: Any, key: jax.Array, carry: Any, kept: Kept) -> tuple[LossOut, list[Any], jax.Array]:
-        state, errors, feeds, sums = carry
-        walker = interpreter(plan, view)
-        walker.gathers.kept = kept
-        walker.errors = {path: Feedback(given, _beta(plan), scale, feeds) for path, given in errors.items()}
-        values = [*lazy_leaves(plan, leaves), *jax.tree.leaves(micro), key, scale, *jax.tree.leaves(state)]
-        weight = count(values) if count and (sums or taken) else None
-        walker.sinks = {path: host_sums.HostSum(value, weight) for path, value in sums.items()}
-        walker.sinks |= _takers(plan, taking, taken, leaves, also, weight)
-        outs = walker.force(walker.run(traced, values, wanted))
-        head = jax.tree.unflatten(jax.tree.structure(out_shape), outs[:heads])
-        made = [g if r.into else r.away(g) for r, g in zip(reductions, outs[heads:], strict=True)]
-        sums = {r.into: g for r, g in zip(reductions, made, strict=True) if r.into}
-        wide = _addends(plan, reductions, made)
-        left = {path: fed.left() for path, fed in walker.errors.items()}
-        carry = head.model_state, left, jnp.ones_like(feeds) if left else feeds, sums
-        return head._replace(model_state=carry), wide, walker.gathers.token()
-
+    one = MicroBatch(
+        plan, view, traced, out_shape, reductions, wanted, leaves, scale, count, taking, taken, also
+    )
     carry = state, own, feeds, sums
     head, means, token, divisor = accumulate(one, batches, keys, carry, accumulation, view.axes, keeps)
     summed = bool(sums)
@@ -281,30 +252,8 @@ def _program(
     loss, weight, aux = over_devices(head, view.axes, view.degree)
     after = carried.leave(before, state, view.axes, view.degree)
     left = jax.tree.map(lambda x: jax.lax.expand_dims(x, (0,)), own) if errors else ()
-    return (loss, weight, aux, after, token, divisor if summed else None), grads, left
-
-
-def _takers(
-    plan: Plan,
-    taking: Taking | None,
-    taken: dict[str, tuple[jax.Array, ...]],
-    params: Sequence[jax.Array],
-    also: Any,
-    weight: jax.Array | None,
-) -> Sinks:
-    """What takes gradients where they arise, by path; nothing is updated where the loss counted nothing."""
-    if taking is None:
-        return {}
-    shards = {leaf.path: shard for leaf, shard in zip(plan.leaves, params, strict=True)}
-    applied = None if weight is None else weight > 0
-    return {path: taking.make(path, values, shards[path], also, applied) for path, values in taken.items()}
-
-
-def _settled(grad: Any, later: tuple[str, ...], plan: Plan, leaf: ParamLeaf) -> Any:
-    """A gradient summed over the axes in ``later`` and in its dtype; of one that was taken, the sum of its squares."""
-    if isinstance(grad, Made):
-        return grad._replace(squares=total(jnp.sum(grad.squares), leaf.placement.axes))
-    return _widened(total(grad, later), plan.precision.gradient(leaf.dtype))
+    arrival = arrival_of(traced, heads)
+    return (loss, weight, aux, after, token, divisor if summed else None, arrival), grads, left
 
 
 def _empty_sums(plan: Plan, reductions: Sequence[Reduction]) -> dict[str, jax.Array]:
@@ -315,15 +264,6 @@ def _empty_sums(plan: Plan, reductions: Sequence[Reduction]) -> dict[str, jax.Ar
         for r, x in zip(reductions, live, strict=True)
         if r.into
     }
-
-
-def _addends(plan: Plan, reductions: Sequence[Reduction], made: Sequence[Any]) -> list[Any]:
-    """A micro-batch's gradients in the accumulator's dtype; None for one that was added to its sum already."""
-    live = [leaf for leaf in plan.leaves if leaf.trainable]
-    return [
-        None if r.into else _widened(g, plan.precision.accumulator(x.dtype))
-        for r, g, x in zip(reductions, made, live, strict=True)
-    ]
 
 
 def _reductions(
@@ -349,12 +289,6 @@ def _reductions(
             reduction = replace(reduction, feedback=slot_of(leaf.path, leaf.shape))
         found.append(reduction)
     return found
-
-
-def _beta(plan: Plan) -> float:
-    """The share of an old error that stays in the running one."""
-    loco = plan.zero.zeropp_loco_param
-    return float(loco.err_beta) if loco else 0.0
 
 
 def _traced(
@@ -389,6 +323,8 @@ def _traced(
     return traced, out_shape
 
 
-def _widened(grad: jax.Array, dtype: Any) -> jax.Array:
-    """A gradient in ``dtype``; one in host memory as it is, to be cast where it is used."""
-    return grad if _compat.is_on_host(grad) else grad.astype(dtype)
+def _settled(grad: Any, later: tuple[str, ...], plan: Plan, leaf: ParamLeaf) -> Any:
+    """A gradient summed over the axes in ``later`` and in its dtype; of one that was taken, the sum of its squares."""
+    if isinstance(grad, Made):
+        return grad._replace(squares=total(jnp.sum(grad.squares), leaf.placement.axes))
+    return widened(total(grad, later), plan.precision.gradient(leaf.dtype))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import jax
 from jax.sharding import PartitionSpec
+
+from zeroj import _compat
+from zeroj.plan.plan import Plan
 
 
 class Sink(Protocol):
@@ -45,9 +48,9 @@ class Made(NamedTuple):
         stored: its new master, if it has one of its own, and its new optimizer state.
     """
 
-    param: jax.Array
-    squares: jax.Array
-    stored: tuple[jax.Array, ...]
+    param: Any
+    squares: Any
+    stored: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -70,3 +73,47 @@ class Taking:
 
 class NotTaken(Exception):
     """Whether the update is made is not known where the gradients arise."""
+
+
+def specs_of(plan: Plan, taking: Taking | None) -> list[Any]:
+    """Where what is made of each trained leaf's gradient lives, over the ZeRO axes."""
+    found: list[Any] = []
+    for leaf in (leaf for leaf in plan.leaves if leaf.trainable):
+        if taking and leaf.path in taking.specs:
+            spec = taking.specs[leaf.path]
+            found.append(Made(spec, PartitionSpec(), (spec,) * (len(taking.values[leaf.path]))))
+        else:
+            found.append(plan.grad_placement(leaf).zero_spec)
+    return found
+
+
+def takers(
+    plan: Plan,
+    taking: Taking | None,
+    taken: dict[str, tuple[jax.Array, ...]],
+    params: Sequence[jax.Array],
+    also: Any,
+    weight: jax.Array | None,
+) -> Sinks:
+    """What takes gradients where they arise, by path; nothing is updated where the loss counted nothing."""
+    if taking is None:
+        return {}
+    shards = {leaf.path: shard for leaf, shard in zip(plan.leaves, params, strict=True)}
+    applied = None if weight is None else weight > 0
+    return {path: taking.make(path, values, shards[path], also, applied) for path, values in taken.items()}
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Arrival:
+    """The trained leaves, by number, in the order in which a program makes their gradients."""
+
+    order: tuple[int, ...]
+
+
+def arrival_of(traced: _compat.Program, heads: int) -> Arrival:
+    """In which order a loss and its gradient make the gradients, which are the outputs after the first ``heads``."""
+    made_at = {var: at for at, eqn in enumerate(traced.jaxpr.eqns) for var in eqn.outvars}
+    grads = traced.jaxpr.outvars[heads:]
+    at = [-1 if isinstance(v, _compat.Literal) else made_at.get(v, -1) for v in grads]
+    return Arrival(tuple(sorted(range(len(grads)), key=at.__getitem__)))

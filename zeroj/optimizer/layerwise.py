@@ -34,6 +34,11 @@ from zeroj.plan.plan import ParamLeaf, Plan
 LATER = -1
 
 
+def applies(plan: Plan) -> bool:
+    """Whether a plan keeps optimizer state in host memory, and params and gradients alike in shards."""
+    return plan.streams and not plan.spills and plan.stage.params and not plan.replica_axes
+
+
 def taking(tx: ZeroOptimizer, opt_state: Any) -> Taking | None:
     """The leaves that can be updated in the backward pass; None: there are none.
 
@@ -219,7 +224,10 @@ class _LayerUpdate:
             known.update(run_op(op, known, known.__getitem__))
         new = [value_of(t, known, known.__getitem__) for t in targets]
         if applied is not None:
-            new = [jnp.where(applied, x, old) for x, old in zip(new, [master, *state], strict=True)]
+            before = (master, *state)
+            new = [
+                x if old is None else jnp.where(applied, x, old) for x, old in zip(new, before, strict=True)
+            ]
         after = as_dtype(new[0], self.plan.param_dtype(leaf))
         if applied is not None and self.plan.has_master and param is not None:
             after = jnp.where(applied, after, param)
@@ -237,6 +245,7 @@ class _LayerUpdate:
             leaf.stack
             and bool(leaf.state_memory)
             and len(leaf.shape) > 1
+            and leaf.shape[0] > 0
             and place.padded == place.shape
             and all(dim > 0 for dim, _ in place.dims)
             and all(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from zeroj.optimizer.flow import Const, Flow, Op
@@ -87,18 +87,23 @@ def piece_plan(plan: Plan, split: SplitUpdate, cuts: dict[int, Cut]) -> Plan:
     return replace(plan, leaves=leaves, state_leaves=state)
 
 
-def in_order(groups: int, cuts: dict[int, Cut], first: Callable[[int], bool]) -> Iterator[Piece]:
-    """All pieces: groups that are ``first``, then pieces of different leaves in turn.
+def in_order(turns: Sequence[int], cuts: dict[int, Cut], first: Callable[[int], bool]) -> Iterator[Piece]:
+    """All pieces: groups that are ``first``, then by the turns of the groups, pieces of different leaves in turn.
 
     Two pieces of one leaf that follow each other would wait for each other, since a leaf is updated in place.
+
+    Args:
+        turns: for each group when its turn is; groups of equal ones are mixed.
+        cuts: group -> how it is cut.
+        first: whether a group goes before all others.
     """
     pieces = [
-        (first(g) is False, (i + 0.5) / (cut.count if cut else 1), g, Piece(g, cut, i))
-        for g in range(groups)
+        (first(g) is False, turn, (i + 0.5) / (cut.count if cut else 1), g, Piece(g, cut, i))
+        for g, turn in enumerate(turns)
         for cut in [cuts.get(g)]
         for i in range(cut.count if cut else 1)
     ]
-    yield from (piece for *_, piece in sorted(pieces, key=lambda item: item[:3]))
+    yield from (piece for *_, piece in sorted(pieces, key=lambda item: item[:4]))
 
 
 def leaf_bytes(plan: Plan, leaf: ParamLeaf) -> int:

@@ -8,7 +8,7 @@ it is part of the one compiled step; the update itself runs on the device, and t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,14 +38,16 @@ def streamed(
     extra: dict[str, Any],
     finish: Finish | None = None,
     made: Mapping[int, Made] | None = None,
+    order: Sequence[int] = (),
 ) -> Arrays:
     """The update of a plan that keeps optimizer state in host memory; see :func:`zeroj.optimizer.update.updated`.
 
-    ``made`` has the leaves that the backward pass updated, by number among the trainable ones. Every array of host
+    ``made`` has the leaves that the backward pass updated, by number among the trainable ones; ``order`` all of these
+    in the order in which their gradients are there, where that counts. Every array of host
     memory that the update needs is read once and written once, unless the transformation
     mixes leaves after it has used its state: what it mixes is then read before, too.
     """
-    return _Stream(tx, plan, arrays, grads, applied, extra, finish, made or {}).run()
+    return _Stream(tx, plan, arrays, grads, applied, extra, finish, made or {}).run(order)
 
 
 class _Stream:
@@ -96,12 +98,14 @@ class _Stream:
             if not same_operations(self.split.flow, self.by_piece.flow):
                 self.cuts, self.by_piece, self.pieces_plan = {}, self.split, plan
 
-    def run(self) -> Arrays:
-        """Updates everything."""
+    def run(self, order: Sequence[int]) -> Arrays:
+        """Updates everything; leaves in ``order``, as far as it is given."""
         shared, outs = self.split.shared(self._read())
         later = dict(outs)  # what several leaves read stays as it was until all have
         pending: deque[tuple[Piece, dict[int, Any]]] = deque()
-        for piece in in_order(len(self.split.groups), self.cuts, lambda g: not self._on_host(g)):
+        rank = {j: at for at, j in enumerate(order)}
+        turns = [max((rank.get(j, 0) for j in members), default=0) for members in self.split.groups]
+        for piece in in_order(turns, self.cuts, lambda g: not self._on_host(g)):
             if self.made.keys() & set(self.split.groups[piece.group]):
                 continue
             if self._on_host(piece.group):

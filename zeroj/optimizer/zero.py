@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -129,6 +129,7 @@ def apply_gradients(
     applied: jax.Array | None = None,
     finish: Finish | None = None,
     made: Mapping[int, Made] | None = None,
+    order: Sequence[int] = (),
     **extra: Any,
 ) -> tuple[Any, ZeroOptState]:
     """One update. Returns the new stored params and the new state.
@@ -144,6 +145,7 @@ def apply_gradients(
         finish: what is still to be done with a gradient that is in host memory, once it is on the device; given
             the leaf's dtype as well.
         made: leaves that are updated already, by number among the trainable ones; their gradients are not read.
+        order: the trainable leaves by number, in the order in which their gradients are there, where that counts.
         **extra: passed on to ``tx.update``.
     """
     flat_params = plan.treedef.flatten_up_to(params)
@@ -160,7 +162,7 @@ def apply_gradients(
     arrays = Arrays([flat_params[i] for i in live], [masters[i] for i in live], inner)
     live_grads = [flat_grads[i] for i in live]
     if plan.streams:
-        new = streamed(tx, plan, arrays, live_grads, applied, extra, finish, made)
+        new = streamed(tx, plan, arrays, live_grads, applied, extra, finish, made, order)
     else:
         new = at_once(tx, plan, arrays, live_grads, applied, extra)
     for i, value in zip(live, new.params, strict=True):

@@ -131,9 +131,23 @@ def mirrored(keys: tuple[Any, ...], by_keys: Mapping[tuple[Any, ...], ParamLeaf]
 
 
 def abstract_init(tx: optax.GradientTransformation, masters: Any) -> tuple[Any, bool]:
-    """The optimizer state's shapes, and whether its init needs real values (it then gets zeros here)."""
+    """The optimizer state's shapes, and whether its init needs real values (it then gets zeros here).
+
+    Raises:
+        PlanError: the state has a typed random key, which has no place in files and no dtype to plan with.
+    """
     try:
-        return jax.eval_shape(tx.init, masters), False
+        shapes = jax.eval_shape(tx.init, masters)
+        keys = [
+            path for path, x in flatten(shapes)[0].items() if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        ]
+        if keys:
+            raise PlanError(
+                f"The optimizer keeps a typed random key in its state ({', '.join(keys)}), which a plan cannot lay "
+                "out: let its init return jax.random.key_data(key), and its update begin with "
+                "jax.random.wrap_key_data(state_key)."
+            )
+        return shapes, False
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
         zeros = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), masters)
         state = tx.init(zeros)

@@ -29,6 +29,7 @@ class Clipped(NamedTuple):
         finite: bool (leaves,), for each whether all its elements, on every device, are finite, and the sum of
             their squares with them.
         left: makes the same of what of a gradient is brought to the device.
+        order: the leaves by number, in the order in which their gradients are made, unless all wait for the norm.
     """
 
     grads: list[Any]
@@ -36,6 +37,7 @@ class Clipped(NamedTuple):
     factor: jax.Array
     finite: jax.Array
     left: Unfinished
+    order: tuple[int, ...] = ()
 
 
 def unscale_and_clip(plan: Plan, out: Gradients, scale: jax.Array | None, clip_norm: float | None) -> Clipped:
@@ -54,7 +56,8 @@ def unscale_and_clip(plan: Plan, out: Gradients, scale: jax.Array | None, clip_n
         factor = jnp.minimum(1.0, clip_norm / (norm + CLIP_EPSILON))
         left = left._replace(factor=factor)
     done = [g if stays(g) else left.clip(g) for g in grads]
-    return Clipped(done, norm, factor, jnp.isfinite(squares), left)
+    order = out.arrival.order if clip_norm is None else ()
+    return Clipped(done, norm, factor, jnp.isfinite(squares), left, order)
 
 
 def stays(grad: Any) -> bool:

@@ -18,7 +18,7 @@ from zeroj.gather.gradients import Gradients, gradients
 from zeroj.gather.residual_check import check_near, check_offload
 from zeroj.gather.sinks import Made, Taking
 from zeroj.gather.views import make_view
-from zeroj.optimizer.layerwise import taking
+from zeroj.optimizer import layerwise
 from zeroj.optimizer.spill import SpilledUpdate
 from zeroj.optimizer.zero import ZeroOptimizer, apply_gradients, wrap_optimizer
 from zeroj.plan.feedback import errors_struct
@@ -94,14 +94,9 @@ def make_train_step(
     reader = ParamReader(plan) if plan.spills_params else None
     scaling = loss_scale or default_scaling(plan.precision.name)
     skips = plan.precision.half if skip_nonfinite is None else skip_nonfinite
-    early = (
-        plan.streams
-        and not plan.spills
-        and plan.stage.params
-        and not plan.replica_axes
-        and (loss_over, accumulation_steps, reduce_op, clip_norm) == ("device", 1, "mean", None)
-        and not (skips or scaling.dynamic or scaling.static != 1)
-    )
+    simple = (loss_over, accumulation_steps, reduce_op, clip_norm) == ("device", 1, "mean", None)
+    unscaled = not (skips or scaling.dynamic or scaling.static != 1)
+    early = simple and unscaled and layerwise.applies(plan)
     head = _head(
         partial(
             gradients,
@@ -118,7 +113,7 @@ def make_train_step(
         clip_norm=clip_norm,
         scaling=scaling,
         skips=skips,
-        taking=partial(taking, wrapped) if early else None,
+        taking=partial(layerwise.taking, wrapped) if early else None,
     )
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
@@ -132,11 +127,9 @@ def make_train_step(
 
     options = flags.step_options()
     if plan.spills:
-        program = jax.jit(
-            traced_on(plan.mesh, before_update),
-            out_shardings=(_waiting(plan), _field_shardings(plan), None, plan.replicated),
-            compiler_options=options,
-        )
+        places = (_waiting(plan), _field_shardings(plan), None, plan.replicated)
+        before = traced_on(plan.mesh, before_update)
+        program = jax.jit(before, out_shardings=places, compiler_options=options)
         update = SpilledUpdate(wrapped.user_tx, plan, donate, accumulation_steps)
         return SpilledStep(WithoutFiles(program, plan, reader), update)
     return jax.jit(
@@ -318,6 +311,7 @@ def _update(
         applied=applied,
         finish=partial(clipped.left.finish, precision=plan.precision),
         made=made,
+        order=clipped.order if applied is None else (),
         value=loss,
         grad=tree,
     )

@@ -92,11 +92,8 @@ def make_train_step(
     check_near(plan)
     wrapped = wrap_optimizer(tx, plan)
     reader = ParamReader(plan) if plan.spills_params else None
-    scaling = loss_scale or default_scaling(plan.precision.name)
     skips = plan.precision.half if skip_nonfinite is None else skip_nonfinite
-    simple = (loss_over, accumulation_steps, reduce_op, clip_norm) == ("device", 1, "mean", None)
-    unscaled = not (skips or scaling.dynamic or scaling.static != 1)
-    early = simple and unscaled and layerwise.applies(plan)
+    alone = (loss_over, accumulation_steps, reduce_op, clip_norm, skips) == ("device", 1, "mean", None, False)
     head = _head(
         partial(
             gradients,
@@ -111,9 +108,9 @@ def make_train_step(
         plan,
         times=plan.degree if reduce_op == "sum" else 1,
         clip_norm=clip_norm,
-        scaling=scaling,
+        scaling=loss_scale or default_scaling(plan.precision.name),
         skips=skips,
-        taking=partial(layerwise.taking, wrapped) if early else None,
+        taking=partial(layerwise.taking, wrapped) if alone and layerwise.applies(plan) else None,
     )
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
@@ -167,11 +164,12 @@ def _head(
     """Everything before the update: (state, batch) -> (gradients, unscaled and clipped; small fields; metrics)."""
 
     scaled = scaling.dynamic or scaling.static != 1
+    early = None if scaled else taking
 
     def head(state: TrainState, batch: Any) -> tuple[Clipped, Advance, dict[str, Any]]:
         rng = jax.random.fold_in(state.rng, state.scale.iteration)
         scale = state.scale.scale if scaled else jnp.float32(1)
-        fed = {"errors": state.errors, "feeds": state.feeds, "taking": taking and taking(state.opt_state)}
+        fed = {"errors": state.errors, "feeds": state.feeds, "taking": early and early(state.opt_state)}
         out = evaluate_gradients(state.params, batch, rng, scale, state.model_state, **fed)
         made_with = scale / times if scaled or times != 1 else None
         clipped = unscale_and_clip(plan, out, made_with, clip_norm)

@@ -171,9 +171,10 @@ def compile_zeroj(
     gpu: str = "h100",
     offload_activations: bool = False,
     accumulation: int = 1,
+    clipped: bool = True,
     **zero: Any,
 ) -> Compiled:
-    """zeroj's own train step for ``nodes`` x ``gpus`` GPUs; bf16, adamw, clipped.
+    """zeroj's own train step for ``nodes`` x ``gpus`` GPUs; bf16, adamw.
 
     Args:
         shape: the model and the batch.
@@ -184,6 +185,7 @@ def compile_zeroj(
         gpu: which GPU.
         offload_activations: whether the layers' inputs wait in host memory.
         accumulation: micro-batches of ``shape.micro`` sequences per step.
+        clipped: whether gradients are clipped, and their finiteness is checked.
         **zero: further fields of :class:`zeroj.Zero`.
     """
     target = zj.aot.Target(gpu, nodes=nodes, gpus_per_node=gpus)
@@ -197,7 +199,8 @@ def compile_zeroj(
         tx,
         plan,
         accumulation_steps=accumulation,
-        clip_norm=CLIP_NORM,
+        clip_norm=CLIP_NORM if clipped else None,
+        skip_nonfinite=None if clipped else False,
         offload_activations=offload_activations,
     )
     whole = dataclasses.replace(shape, micro=shape.micro * accumulation)

@@ -125,8 +125,7 @@ def make_train_step(
     options = flags.step_options()
     if plan.spills:
         places = (_waiting(plan), _field_shardings(plan), None, plan.replicated)
-        before = traced_on(plan.mesh, before_update)
-        program = jax.jit(before, out_shardings=places, compiler_options=options)
+        program = jax.jit(traced_on(plan.mesh, before_update), out_shardings=places, compiler_options=options)
         update = SpilledUpdate(wrapped.user_tx, plan, donate, accumulation_steps)
         return SpilledStep(WithoutFiles(program, plan, reader), update)
     return jax.jit(

@@ -33,11 +33,13 @@ GROUP = 4 * 512 * 512 * 2 // 8
 
 
 @functools.cache
-def compiled(*offloaded: str, stage: int = 3, accumulation: int = 1, scan: bool = True) -> clusters.Compiled:
+def compiled(
+    *offloaded: str, stage: int = 3, accumulation: int = 1, scan: bool = True, **more: Any
+) -> clusters.Compiled:
     sections: dict[str, Any] = {name: CPU for name in offloaded}
     shape = dataclasses.replace(SMALL, scan=scan)
     return clusters.compile_zeroj(
-        shape, stage, nodes=1, accumulation=accumulation, sub_group_size=GROUP, **sections
+        shape, stage, nodes=1, accumulation=accumulation, sub_group_size=GROUP, **sections, **more
     )
 
 
@@ -51,6 +53,24 @@ def crossings(case: clusters.Compiled) -> dict[str, int]:
 def on_host(case: clusters.Compiled, *parts: str) -> int:
     """Bytes of these parts in host memory, per device."""
     return sum(case.plan.memory().host.get(part, 0) for part in parts) // 8
+
+
+def hidden(case: clusters.Compiled) -> float:
+    line = case.report.timeline
+    return 1 - line.copy_exposed_seconds / line.copy_seconds
+
+
+@pytest.mark.parametrize("params", [(), ("offload_param",)], ids=["state", "params"])
+def test_without_clipping_stacks_are_updated_in_the_backward_loop(params: tuple[str, ...]) -> None:
+    """A stack crosses once and one layer more; no gradient of a whole stack is left, and the copies hide."""
+    case = compiled("offload_optimizer", *params, clipped=False, profile="overlap")
+    state, held = on_host(case, "master", "opt_state"), on_host(case, "params")
+    again = (state + held) // SMALL.layers
+    assert crossings(case) == {"h2d": state + 2 * held + again, "d2h": state + held + again}
+    assert all(copy.asynchronous for copy in case.report.copies)
+    clipped = compiled("offload_optimizer", *params, profile="overlap")
+    assert hidden(case) > hidden(clipped)
+    assert case.report.device.temporary <= clipped.report.device.temporary * 1.05
 
 
 @pytest.mark.parametrize("stage", [1, 3])

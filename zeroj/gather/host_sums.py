@@ -30,11 +30,13 @@ class HostSum:
         value: this device's shard, in host memory; of a slice that a loop's body works on, on the device.
         weight: fp32 scalar by which the next addend counts, or None for 1.
         within: of the sum of one slice: the stack, and the slice's index.
+        shard: no param is changed.
     """
 
     value: jax.Array
     weight: jax.Array | None
     within: tuple[jax.Array, jax.Array] | None = None
+    shard: None = None
 
     def plus(self, addend: jax.Array) -> jax.Array:
         """The sum with one more addend, in the memory where the sum is.

@@ -94,10 +94,12 @@ class _Loop:
         self.known = kept.stacks_in(walker.gathers.kept, self.stacks)
         self.outer = {key: near for key, near in walker.gathers.kept.items() if key.depth > 0}
         errors = {path: tuple(f.errors) for path, f in self.fed.items()}
+        sinks = {path: walker.sinks[path] for path in self.taken.values()}
+        self.held = {id(sink.shard): path for path, sink in sinks.items() if sink.shard is not None}
         first = self.layout.length - 1 if self.layout.reverse else 0
-        sums = {path: walker.sinks[path].start(first) for path in self.taken.values()}
+        sums = {path: sink.start(first) for path, sink in sinks.items()}
         index = jnp.arange(self.layout.length) if errors or sums else None
-        stacked = [s.array for s in self.stacks.values()]
+        stacked = [s.array for key, s in self.stacks.items() if key not in self.held]
         nears = [near.value for near in self.known.values()]
         init = list(ready[nc : nc + nk]), errors, sums
         return init, (ready[nc + nk :], stacked, nears, index)
@@ -106,20 +108,23 @@ class _Loop:
         """One iteration: (carry, errors, sums), slices -> the same, (ys, pieces of stacks, what is kept, token)."""
         (carry, errors, sums), (plain_xs, shard_slices, near_slices, index) = carried, sliced
         nc, nk, program = self.layout.num_consts, self.layout.num_carry, self.layout.body
-        sinks = self.walker.sinks
-        slices = dict(zip(self.stacks, shard_slices, strict=True))
+        sinks = {path: self.walker.sinks[path].layer(sums[path], index) for path in self.taken.values()}
+        rest = iter(shard_slices)
+        slices: dict[int, Any] = {
+            key: sinks[self.held[key]].shard if key in self.held else next(rest) for key in self.stacks
+        }
         lazies = zip(self.lazy_xs, plain_xs, strict=True)
         args = [p if x is None else lazy.slice_of(x, slices) for x, p in lazies]
         before = self.outer | kept.sliced(self.known, near_slices, slices)
         inner = self.walker.within(
             {path: self.fed[path].layer(errors[path], index) for path in self.fed},
-            {path: sinks[path].layer(sums[path], index) for path in self.taken.values()},
+            dict(sinks),
             dict(before),
             self.counted,
         )
         added = [v for v, r in zip(program.jaxpr.invars[nc : nc + nk], self.wanted, strict=False) if r]
         outs = inner.run(program, [*self.consts, *carry, *args], self.wanted, added, self.same)
-        sums = {path: inner.sinks[path].put(outs[at]) for at, path in self.taken.items()}
+        sums = {path: sinks[path].put(outs[at]) for at, path in self.taken.items()}
         given = {at: sinks[path].given(outs[at]) for at, path in self.taken.items()}
         outs = [given.get(at, out) for at, out in enumerate(outs)]
         origin = {id(piece): self.stacks[key] for key, piece in slices.items()}

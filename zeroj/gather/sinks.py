@@ -16,6 +16,10 @@ from zeroj.plan.plan import Plan
 class Sink(Protocol):
     """What takes the gradient of one leaf, or within a loop over layers that of one of its layers."""
 
+    @property
+    def shard(self) -> jax.Array | None:
+        """The leaf's stored param, or the layer's, if the sink changes it in place; else None."""
+
     def start(self, first: int) -> Any:
         """What a loop over layers carries of it at first; ``first`` is the layer that it begins with."""
 

@@ -70,9 +70,8 @@ def taking(tx: ZeroOptimizer, opt_state: Any) -> Taking | None:
         also: Sequence[jax.Array],
         applied: jax.Array | None,
     ) -> LayerSink:
-        squares = jnp.zeros(stored[0].shape[:1], jnp.float32)
-        own = None if plan.has_master and applied is None else param
-        return LayerSink((squares, *stored), own, update, path, tuple(also), applied)
+        stacks = (jnp.zeros(stored[0].shape[:1], jnp.float32), *stored)
+        return LayerSink(stacks, param, update, path, tuple(also), applied)
 
     return Taking(values, {leaf.path: leaf.placement.zero_spec for leaf in found}, also, make)
 
@@ -84,7 +83,7 @@ class Carried(NamedTuple):
     hides them. In the first iteration nothing waits yet: what is written is the first layer as it was.
 
     Attributes:
-        stacks: as in :class:`LayerSink`.
+        stacks: the arrays of :class:`LayerSink`, the param among them if it is in host memory.
         last: the results of the layer before, on the device.
         at: whose they are.
     """
@@ -105,7 +104,7 @@ class LayerSink:
     Attributes:
         value: sums of squares of the gradient, one a layer; then the master, if it has one of its own, and the state.
             Those of a layer are on the device.
-        param: the stored param, where the update reads it.
+        param: the stored param; of a layer of one in host memory, that too.
         update: how.
         path: the leaf.
         also: the state that belongs to no leaf.
@@ -114,24 +113,35 @@ class LayerSink:
     """
 
     value: tuple[jax.Array, ...]
-    param: jax.Array | None
+    param: jax.Array
     update: _LayerUpdate
     path: str
     also: tuple[jax.Array, ...]
     applied: jax.Array | None
     within: tuple[tuple[jax.Array, ...], jax.Array] | None = None
 
+    @property
+    def shard(self) -> jax.Array | None:
+        """The param, if it is in host memory: changed in place there, while on the device the loop makes a new stack.
+
+        XLA would bring a new stack in host memory to the device and back, to where the old one was.
+        """
+        return self.param if self.update.by_path[self.path].param_memory else None
+
     def start(self, first: int) -> Carried:
         """What a loop carries at first."""
         at = jnp.int32(first)
-        return Carried(self.value, tuple(memory.layer_of(x, at) for x in self.value), at)
+        stacks = self.value if self.shard is None else (*self.value, self.shard)
+        return Carried(stacks, tuple(memory.layer_of(x, at) for x in stacks), at)
 
     def layer(self, stack: Carried, index: jax.Array) -> LayerSink:
-        """That of one layer, on the device."""
-        param = None if self.param is None else memory.layer_of(self.param, index)
+        """That of one layer: what is updated on the device, its param where it is."""
         stacks = stack.written()
-        here = tuple(memory.layer_of(x, index) for x in stacks)
-        return replace(self, value=here, param=param, within=(stacks, index))
+        state = tuple(memory.layer_of(x, index) for x in stacks[: len(self.value)])
+        param = jax.lax.dynamic_index_in_dim(
+            self.param if self.shard is None else stacks[-1], index, keepdims=False
+        )
+        return replace(self, value=state, param=param, within=(stacks, index))
 
     def plus(self, addend: jax.Array) -> Made:
         """Updates with the gradient of a layer; with that of a whole stack, layer by layer."""
@@ -147,21 +157,24 @@ class LayerSink:
         """The leaf's state with the results of the layer before in it; those of this one wait."""
         assert self.within is not None
         stacks, index = self.within
-        return Carried(stacks, (made.squares, *made.stored), index.astype(jnp.int32))
+        new = (made.squares, *made.stored)
+        last = new if self.shard is None else (*new, memory.here(made.param))
+        return Carried(stacks, last, index.astype(jnp.int32))
 
-    def given(self, made: Made) -> jax.Array:
-        """The layer's new param."""
-        return made.param
+    def given(self, made: Made) -> jax.Array | None:
+        """The layer's new param, unless the loop carries it."""
+        return made.param if self.shard is None else None
 
-    def whole(self, carried: Carried, given: jax.Array) -> Made:
+    def whole(self, carried: Carried, given: jax.Array | None) -> Made:
         """The leaf, updated."""
         squares, *stored = carried.written()
-        return Made(given, squares, tuple(stored))
+        param = stored.pop() if given is None else given
+        return Made(param, squares, tuple(stored))
 
     def _in_a_loop(self, grads: jax.Array) -> Made:
         """For a gradient that did not arise in a loop: one of its own, so that the device holds a layer at a time."""
 
-        def body(stack: Carried, layer: tuple[jax.Array, jax.Array]) -> tuple[Carried, jax.Array]:
+        def body(stack: Carried, layer: tuple[jax.Array, jax.Array]) -> tuple[Carried, jax.Array | None]:
             index, grad = layer
             sink = self.layer(stack, index)
             made = sink.plus(grad)
@@ -200,7 +213,7 @@ class _LayerUpdate:
         path: str,
         grad: jax.Array,
         stored: Sequence[jax.Array],
-        param: jax.Array | None,
+        param: jax.Array,
         also: Sequence[jax.Array],
         applied: jax.Array | None,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
@@ -210,13 +223,13 @@ class _LayerUpdate:
             path: the leaf.
             grad: the layer's gradient, this device's shard, as the optimizer is to see it.
             stored: its master, if it has one of its own, and its state, on the device.
-            param: its stored param, where that is read.
+            param: its stored param, where it is.
             also: the state that belongs to no leaf.
             applied: as in :class:`LayerSink`.
         """
         leaf, flow = self.by_path[path], self.flow(len(self.by_path[path].shape) - grad.ndim)
         state = list(stored[1:] if self.plan.has_master else stored)
-        master = stored[0] if self.plan.has_master else param
+        master = stored[0] if self.plan.has_master else memory.here(param)
         known = dict(zip(self._inputs(path), [master, grad, *state], strict=True))
         known |= dict(zip(self._unowned(), also, strict=True))
         targets = [flow.outs[i] for i in self._outputs(path)]
@@ -229,10 +242,8 @@ class _LayerUpdate:
                 x if old is None else jnp.where(applied, x, old) for x, old in zip(new, before, strict=True)
             ]
         after = as_dtype(new[0], self.plan.param_dtype(leaf))
-        if applied is not None and self.plan.has_master and param is not None:
-            after = jnp.where(applied, after, param)
-        if leaf.param_memory:
-            after = jax.device_put(after, jax.memory.Space.Host)
+        if applied is not None and self.plan.has_master:
+            after = jnp.where(applied, after, memory.here(param))
         return after, tuple(new if self.plan.has_master else new[1:])
 
     # -- what is what --------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ class Interpreter:
         self.regions = Regions()
         self.errors: dict[str, Feedback] = {}
         self.sinks: Sinks = {}
+        self.reading = False  # whether a first gradient is there, and sinks read what they need
         self.counted = Counted()
 
     def within(
@@ -114,6 +115,9 @@ class Interpreter:
         if reduction is None:
             return value
         (grad,) = self.force([value])
+        if self.sinks and not self.reading:
+            self.sinks = {path: sink.after(grad) for path, sink in self.sinks.items()}
+            self.reading = True
         return self.gathers.reduce(grad, partial(self._reduce, reduction), reduction.small(grad.size))
 
     def _reduce(self, reduction: Reduction, value: jax.Array) -> jax.Array:

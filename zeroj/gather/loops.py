@@ -96,8 +96,8 @@ class _Loop:
         errors = {path: tuple(f.errors) for path, f in self.fed.items()}
         sinks = {path: walker.sinks[path] for path in self.taken.values()}
         self.held = {id(sink.shard): path for path, sink in sinks.items() if sink.shard is not None}
-        first = self.layout.length - 1 if self.layout.reverse else 0
-        sums = {path: sink.start(first) for path, sink in sinks.items()}
+        way = (self.layout.length - 1, -1) if self.layout.reverse else (0, 1)
+        sums = {path: sink.start(*way) for path, sink in sinks.items()}
         index = jnp.arange(self.layout.length) if errors or sums else None
         stacked = [s.array for key, s in self.stacks.items() if key not in self.held]
         nears = [near.value for near in self.known.values()]
@@ -124,7 +124,7 @@ class _Loop:
         )
         added = [v for v, r in zip(program.jaxpr.invars[nc : nc + nk], self.wanted, strict=False) if r]
         outs = inner.run(program, [*self.consts, *carry, *args], self.wanted, added, self.same)
-        sums = {path: sinks[path].put(outs[at]) for at, path in self.taken.items()}
+        sums = {path: inner.sinks[path].put(outs[at]) for at, path in self.taken.items()}
         given = {at: sinks[path].given(outs[at]) for at, path in self.taken.items()}
         outs = [given.get(at, out) for at, out in enumerate(outs)]
         origin = {id(piece): self.stacks[key] for key, piece in slices.items()}

@@ -20,11 +20,14 @@ class Sink(Protocol):
     def shard(self) -> jax.Array | None:
         """The leaf's stored param, or the layer's, if the sink changes it in place; else None."""
 
-    def start(self, first: int) -> Any:
-        """What a loop over layers carries of it at first; ``first`` is the layer that it begins with."""
+    def start(self, first: int, step: int) -> Any:
+        """What a loop over layers carries of it at first; it begins with layer ``first`` and goes on by ``step``."""
 
     def layer(self, stack: Any, index: jax.Array) -> Sink:
         """The sink of one layer, where ``stack`` is what the loop carries."""
+
+    def after(self, value: jax.Array) -> Sink:
+        """The same, which reads what is on the host once ``value`` is made: a first gradient, not summed."""
 
     def plus(self, addend: jax.Array) -> Any:
         """What is made of a gradient: of the leaf's, or of that of the layer whose sink this is."""

@@ -79,22 +79,36 @@ def taking(tx: ZeroOptimizer, opt_state: Any) -> Taking | None:
 class Carried(NamedTuple):
     """What a loop carries of a leaf.
 
-    The results of a layer leave the device while the next one is worked on, so that all the time which that takes
-    hides them. In the first iteration nothing waits yet: what is written is the first layer as it was.
+    The results of a layer leave the device at the beginning of the next layer's iteration, and what that one updates
+    comes when its first gradient is there: so each way has about half of the iteration to hide behind. In the first
+    iteration nothing waits yet: what is written is the first layer as it was.
 
     Attributes:
         stacks: the arrays of :class:`LayerSink`, the param among them if it is in host memory.
         last: the results of the layer before, on the device.
         at: whose they are.
+        step: how far it is from a layer to the next one that the loop works on.
+        ahead: this layer's param, if it is in host memory; on the device.
     """
 
     stacks: tuple[jax.Array, ...]
     last: tuple[jax.Array, ...]
     at: jax.Array
+    step: jax.Array
+    ahead: jax.Array | None
 
     def written(self) -> tuple[jax.Array, ...]:
         """The stacks with the results that wait in their place."""
         return tuple(memory.put_layer(*pair, self.at) for pair in zip(self.stacks, self.last, strict=True))
+
+
+class Within(NamedTuple):
+    """The loop around a layer: its stacks, the layer's index and the next one's, and the step between them."""
+
+    stacks: tuple[jax.Array, ...]
+    at: jax.Array
+    onward: jax.Array
+    step: jax.Array
 
 
 @dataclass(frozen=True)
@@ -104,12 +118,13 @@ class LayerSink:
     Attributes:
         value: sums of squares of the gradient, one a layer; then the master, if it has one of its own, and the state.
             Those of a layer are on the device.
-        param: the stored param; of a layer of one in host memory, that too.
+        param: the stored param; of a layer, on the device.
         update: how.
         path: the leaf.
         also: the state that belongs to no leaf.
         applied: bool scalar; where it is False everything stays as it is. None: the update is always made.
-        within: of a layer: the stacks that it belongs to, and its index.
+        within: of a layer: the loop around it.
+        ahead: of a layer: the next one's param, if it is in host memory; on the device.
     """
 
     value: tuple[jax.Array, ...]
@@ -118,7 +133,8 @@ class LayerSink:
     path: str
     also: tuple[jax.Array, ...]
     applied: jax.Array | None
-    within: tuple[tuple[jax.Array, ...], jax.Array] | None = None
+    within: Within | None = None
+    ahead: jax.Array | None = None
 
     @property
     def shard(self) -> jax.Array | None:
@@ -128,26 +144,40 @@ class LayerSink:
         """
         return self.param if self.update.by_path[self.path].param_memory else None
 
-    def start(self, first: int) -> Carried:
+    def start(self, first: int, step: int) -> Carried:
         """What a loop carries at first."""
         at = jnp.int32(first)
         stacks = self.value if self.shard is None else (*self.value, self.shard)
-        return Carried(stacks, tuple(memory.layer_of(x, at) for x in stacks), at)
+        last = tuple(memory.layer_of(x, at) for x in stacks)
+        return Carried(stacks, last, at, jnp.int32(step), None if self.shard is None else last[-1])
 
     def layer(self, stack: Carried, index: jax.Array) -> LayerSink:
-        """That of one layer: what is updated on the device, its param where it is."""
-        stacks = stack.written()
-        state = tuple(memory.layer_of(x, index) for x in stacks[: len(self.value)])
-        param = jax.lax.dynamic_index_in_dim(
-            self.param if self.shard is None else stacks[-1], index, keepdims=False
-        )
-        return replace(self, value=state, param=param, within=(stacks, index))
+        """That of one layer, of which nothing is read yet but its param."""
+        index = index.astype(jnp.int32)
+        stacks, param = stack.written(), stack.ahead
+        if param is None:
+            param = jax.lax.dynamic_index_in_dim(self.param, index, keepdims=False)
+        onward = jnp.clip(index + stack.step, 0, stacks[0].shape[0] - 1)
+        return replace(self, value=(), param=param, within=Within(stacks, index, onward, stack.step))
+
+    def after(self, value: jax.Array) -> LayerSink:
+        """The same with the layer's state, and the next layer's param, which come when ``value`` is made."""
+        if self.within is None:
+            return self
+        stacks, *indices, step = self.within
+        index, onward = jax.lax.optimization_barrier((*indices, value))[:2]
+        held = len(stacks) - (self.shard is not None)
+        state = tuple(memory.layer_of(x, index) for x in stacks[:held])
+        ahead = None if self.shard is None else memory.layer_of(stacks[-1], onward)
+        return replace(self, value=state, ahead=ahead)
 
     def plus(self, addend: jax.Array) -> Made:
         """Updates with the gradient of a layer; with that of a whole stack, layer by layer."""
         leaf = self.update.by_path[self.path]
         if addend.ndim == len(leaf.shape):
             return self._in_a_loop(addend)
+        if not self.value:
+            return self.after(addend).plus(addend)
         grad = addend.astype(self.update.plan.precision.gradient(leaf.dtype))
         grad = grad.astype(self.update.plan.precision.seen(leaf.dtype))
         param, stored = self.update(self.path, grad, self.value[1:], self.param, self.also, self.applied)
@@ -156,10 +186,11 @@ class LayerSink:
     def put(self, made: Made) -> Carried:
         """The leaf's state with the results of the layer before in it; those of this one wait."""
         assert self.within is not None
-        stacks, index = self.within
         new = (made.squares, *made.stored)
-        last = new if self.shard is None else (*new, memory.here(made.param))
-        return Carried(stacks, last, index.astype(jnp.int32))
+        last, ahead = (new, None) if self.shard is None else ((*new, made.param), self.ahead)
+        if self.shard is not None and ahead is None:
+            ahead = self.after(made.squares).ahead
+        return Carried(self.within.stacks, last, self.within.at, self.within.step, ahead)
 
     def given(self, made: Made) -> jax.Array | None:
         """The layer's new param, unless the loop carries it."""
@@ -176,11 +207,11 @@ class LayerSink:
 
         def body(stack: Carried, layer: tuple[jax.Array, jax.Array]) -> tuple[Carried, jax.Array | None]:
             index, grad = layer
-            sink = self.layer(stack, index)
+            sink = self.layer(stack, index).after(grad)
             made = sink.plus(grad)
             return sink.put(made), self.given(made)
 
-        return self.whole(*jax.lax.scan(body, self.start(0), (jnp.arange(grads.shape[0]), grads)))
+        return self.whole(*jax.lax.scan(body, self.start(0, 1), (jnp.arange(grads.shape[0]), grads)))
 
 
 class _LayerUpdate:
@@ -223,13 +254,13 @@ class _LayerUpdate:
             path: the leaf.
             grad: the layer's gradient, this device's shard, as the optimizer is to see it.
             stored: its master, if it has one of its own, and its state, on the device.
-            param: its stored param, where it is.
+            param: its stored param, on the device.
             also: the state that belongs to no leaf.
             applied: as in :class:`LayerSink`.
         """
         leaf, flow = self.by_path[path], self.flow(len(self.by_path[path].shape) - grad.ndim)
         state = list(stored[1:] if self.plan.has_master else stored)
-        master = stored[0] if self.plan.has_master else memory.here(param)
+        master = stored[0] if self.plan.has_master else param
         known = dict(zip(self._inputs(path), [master, grad, *state], strict=True))
         known |= dict(zip(self._unowned(), also, strict=True))
         targets = [flow.outs[i] for i in self._outputs(path)]
@@ -243,7 +274,7 @@ class _LayerUpdate:
             ]
         after = as_dtype(new[0], self.plan.param_dtype(leaf))
         if applied is not None and self.plan.has_master:
-            after = jnp.where(applied, after, memory.here(param))
+            after = jnp.where(applied, after, param)
         return after, tuple(new if self.plan.has_master else new[1:])
 
     # -- what is what --------------------------------------------------------------------------------

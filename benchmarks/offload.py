@@ -116,10 +116,10 @@ def _step(name: str, case: clusters.Compiled, plain: clusters.Compiled) -> list[
 
 
 def _hidden() -> list[Figure]:
-    """What share of the copies hides, under the flags that steps on GPUs run with, at 8192 tokens a GPU."""
+    """What share of the copies hides, under the flags that steps on GPUs run with, at 16,384 tokens a GPU."""
     found = []
     for name in ("1.3b", "13b"):
-        shape = dataclasses.replace(clusters.SIZES[name], micro=4)
+        shape = dataclasses.replace(clusters.SIZES[name], micro=8)
         for what, sections in (("optimizer offloaded", OPTIMIZER), ("optimizer and params offloaded", BOTH)):
             for clipped in (True, False):
                 case = clusters.compile_zeroj(shape, 3, 1, profile="overlap", clipped=clipped, **sections)

@@ -211,6 +211,58 @@ def test_nothing_changes_where_the_loss_counted_nothing(
     check(loss, optimizer("adamw"), "bf16", **more)
 
 
+def stack_of_stacks(p: Any, batch: Any) -> jax.Array:
+    def pair(x: jax.Array, two: Any) -> tuple[jax.Array, None]:
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, two)[0], None
+
+    return jnp.mean(jnp.square(jax.lax.scan(pair, batch["x"], p["pairs"])[0]))
+
+
+@pytest.mark.parametrize("more", [{}, {"offload_param": HOST}], ids=["state", "params"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_stack_of_stacks_is_updated_in_the_inner_loop(precision: str, more: dict[str, Any]) -> None:
+    first = {"pairs": 0.5 * np.random.default_rng(2).standard_normal((2, 3, WIDTH, WIDTH), np.float32)}
+    tx, results = optimizer("adamw"), []
+    for zero in ({"offload_optimizer": HOST, **more}, {}):
+        section = zj.Zero(stage=3, stage3_param_persistence_threshold=0, **zero)
+        plan = zj.make_plan(first, tx, zj.make_mesh(), section, precision=precision, scanned=["pairs"])
+        assert taken(tx, plan) == (["pairs"] if zero else [])
+        step, state = (
+            zj.make_train_step(stack_of_stacks, tx, plan, skip_nonfinite=False),
+            zj.init_state(first, tx, plan),
+        )
+        for batch in batches():
+            state, metrics = step(state, batch)
+        results.append((float(metrics["grad_norm"]), zj.full_params(state, plan)))
+    (norm, found), (wanted_norm, wanted) = results
+    assert norm == pytest.approx(wanted_norm, rel=2e-6)
+    assert oracle.distance(found, wanted) <= 1e-6
+
+
+def test_with_an_optimizer_that_has_no_state() -> None:
+    check(remat, optax.sgd(0.1), "fp32", offload_param=HOST)
+    check(remat, optax.sgd(0.1), "bf16")
+
+
+def test_second_shards_in_a_node_beside_it() -> None:
+    """hpZ, whose near shards of offloaded params wait in host memory, with params changed in place."""
+    tx, results = optimizer("adamw"), []
+    for zero in ({"offload_optimizer": HOST, "offload_param": HOST}, {}):
+        section = zj.Zero(
+            stage=3,
+            stage3_param_persistence_threshold=WIDTH * LAYERS,
+            zero_hpz_partition_size=4,
+            zero_quantized_weights=True,
+            **zero,
+        )
+        mesh = zj.make_mesh(node=2, local=4)
+        plan = zj.make_plan(params(), tx, mesh, section, precision="bf16", scanned=["blocks"])
+        state, seen = train(remat, tx, plan)
+        results.append((seen, zj.full_params(state, plan)))
+    np.testing.assert_allclose(results[0][0], results[1][0], rtol=2e-6)
+    assert oracle.distance(results[0][1], results[1][1]) <= 1e-6
+
+
 def test_quantised_reductions_with_feedback_come_before_it() -> None:
     plus = {"zero_quantized_gradients": True, "zeropp_loco_param": {}}
     tx = optimizer("adamw")

@@ -42,7 +42,7 @@ def evaluate(
     inputs.check_batch(plan, batch)
 
     def program(
-        leaves: list[jax.Array], batch: Any, rng: jax.Array, state: Any, _: Any
+        leaves: list[jax.Array], batch: Any, rng: jax.Array, state: Any, *_: Any
     ) -> tuple[Any, list[jax.Array], Any]:
         (key,) = view.keys(rng, 1)
         state = carried.enter(state, view.axes)

@@ -326,5 +326,5 @@ def _traced(
 def _settled(grad: Any, later: tuple[str, ...], plan: Plan, leaf: ParamLeaf) -> Any:
     """A gradient summed over the axes in ``later`` and in its dtype; of one that was taken, the sum of its squares."""
     if isinstance(grad, Made):
-        return grad._replace(squares=total(jnp.sum(grad.squares), leaf.placement.axes))
+        return grad._replace(squares=total(grad.squares, leaf.placement.axes))
     return widened(total(grad, later), plan.precision.gradient(leaf.dtype))

@@ -51,7 +51,7 @@ class Made(NamedTuple):
 
     Attributes:
         param: the new stored param.
-        squares: fp32, whose sum is that of the squares of the gradient's elements.
+        squares: fp32 scalar, the sum of the squares of the gradient's elements.
         stored: its new master, if it has one of its own, and its new optimizer state.
     """
 

@@ -70,8 +70,7 @@ def taking(tx: ZeroOptimizer, opt_state: Any) -> Taking | None:
         also: Sequence[jax.Array],
         applied: jax.Array | None,
     ) -> LayerSink:
-        stacks = (jnp.zeros(stored[0].shape[:1], jnp.float32), *stored)
-        return LayerSink(stacks, param, update, path, tuple(also), applied)
+        return LayerSink(stored, param, update, path, tuple(also), applied)
 
     return Taking(values, {leaf.path: leaf.placement.zero_spec for leaf in found}, also, make)
 
@@ -84,7 +83,8 @@ class Carried(NamedTuple):
     iteration nothing waits yet: what is written is the first layer as it was.
 
     Attributes:
-        stacks: the arrays of :class:`LayerSink`, the param among them if it is in host memory.
+        stacks: the sum of squares of each layer's gradient; the arrays of :class:`LayerSink`; the param, if it is in
+            host memory.
         last: the results of the layer before, on the device.
         at: whose they are.
         step: how far it is from a layer to the next one that the loop works on.
@@ -116,8 +116,7 @@ class LayerSink:
     """What updates one leaf, or a layer of it, with a gradient as it arises.
 
     Attributes:
-        value: sums of squares of the gradient, one a layer; then the master, if it has one of its own, and the state.
-            Those of a layer are on the device.
+        value: the master, if it has one of its own, and the state; of a layer, on the device.
         param: the stored param; of a layer, on the device.
         update: how.
         path: the leaf.
@@ -125,6 +124,7 @@ class LayerSink:
         applied: bool scalar; where it is False everything stays as it is. None: the update is always made.
         within: of a layer: the loop around it.
         ahead: of a layer: the next one's param, if it is in host memory; on the device.
+        unread: of a layer: whether ``value`` and ``ahead`` are still to be read.
     """
 
     value: tuple[jax.Array, ...]
@@ -135,6 +135,7 @@ class LayerSink:
     applied: jax.Array | None
     within: Within | None = None
     ahead: jax.Array | None = None
+    unread: bool = False
 
     @property
     def shard(self) -> jax.Array | None:
@@ -146,10 +147,15 @@ class LayerSink:
 
     def start(self, first: int, step: int) -> Carried:
         """What a loop carries at first."""
-        at = jnp.int32(first)
-        stacks = self.value if self.shard is None else (*self.value, self.shard)
+        sink = self.after(self.param) if self.unread else self
+        at, layers = jnp.int32(first), sink.param.shape[0]
+        stacks = (
+            jnp.zeros((layers,), jnp.float32),
+            *sink.value,
+            *([] if sink.shard is None else [sink.shard]),
+        )
         last = tuple(memory.layer_of(x, at) for x in stacks)
-        return Carried(stacks, last, at, jnp.int32(step), None if self.shard is None else last[-1])
+        return Carried(stacks, last, at, jnp.int32(step), None if sink.shard is None else last[-1])
 
     def layer(self, stack: Carried, index: jax.Array) -> LayerSink:
         """That of one layer, of which nothing is read yet but its param."""
@@ -158,39 +164,37 @@ class LayerSink:
         if param is None:
             param = jax.lax.dynamic_index_in_dim(self.param, index, keepdims=False)
         onward = jnp.clip(index + stack.step, 0, stacks[0].shape[0] - 1)
-        return replace(self, value=(), param=param, within=Within(stacks, index, onward, stack.step))
+        within = Within(stacks, index, onward, stack.step)
+        return replace(self, value=(), param=param, within=within, unread=True)
 
     def after(self, value: jax.Array) -> LayerSink:
         """The same with the layer's state, and the next layer's param, which come when ``value`` is made."""
         if self.within is None:
             return self
-        stacks, *indices, step = self.within
+        stacks, *indices, _ = self.within
         index, onward = jax.lax.optimization_barrier((*indices, value))[:2]
-        held = len(stacks) - (self.shard is not None)
-        state = tuple(memory.layer_of(x, index) for x in stacks[:held])
+        held = stacks[1:] if self.shard is None else stacks[1:-1]
+        state = tuple(memory.layer_of(x, index) for x in held)
         ahead = None if self.shard is None else memory.layer_of(stacks[-1], onward)
-        return replace(self, value=state, ahead=ahead)
+        return replace(self, value=state, ahead=ahead, unread=False)
 
     def plus(self, addend: jax.Array) -> Made:
         """Updates with the gradient of a layer; with that of a whole stack, layer by layer."""
-        leaf = self.update.by_path[self.path]
-        if addend.ndim == len(leaf.shape):
+        if self.within is None:
             return self._in_a_loop(addend)
-        if not self.value:
+        if self.unread:
             return self.after(addend).plus(addend)
-        grad = addend.astype(self.update.plan.precision.gradient(leaf.dtype))
-        grad = grad.astype(self.update.plan.precision.seen(leaf.dtype))
-        param, stored = self.update(self.path, grad, self.value[1:], self.param, self.also, self.applied)
+        precision, dtype = self.update.plan.precision, self.update.by_path[self.path].dtype
+        grad = addend.astype(precision.gradient(dtype)).astype(precision.seen(dtype))
+        param, stored = self.update(self.path, grad, self.value, self.param, self.also, self.applied)
         return Made(param, squares_of(grad), stored)
 
     def put(self, made: Made) -> Carried:
         """The leaf's state with the results of the layer before in it; those of this one wait."""
         assert self.within is not None
-        new = (made.squares, *made.stored)
-        last, ahead = (new, None) if self.shard is None else ((*new, made.param), self.ahead)
-        if self.shard is not None and ahead is None:
-            ahead = self.after(made.squares).ahead
-        return Carried(self.within.stacks, last, self.within.at, self.within.step, ahead)
+        sink = self.after(made.squares) if self.unread else self
+        last = (made.squares, *made.stored, *([] if self.shard is None else [made.param]))
+        return Carried(self.within.stacks, last, self.within.at, self.within.step, sink.ahead)
 
     def given(self, made: Made) -> jax.Array | None:
         """The layer's new param, unless the loop carries it."""
@@ -200,7 +204,7 @@ class LayerSink:
         """The leaf, updated."""
         squares, *stored = carried.written()
         param = stored.pop() if given is None else given
-        return Made(param, squares, tuple(stored))
+        return Made(param, jnp.sum(squares), tuple(stored))
 
     def _in_a_loop(self, grads: jax.Array) -> Made:
         """For a gradient that did not arise in a loop: one of its own, so that the device holds a layer at a time."""

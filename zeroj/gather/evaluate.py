@@ -42,8 +42,9 @@ def evaluate(
     inputs.check_batch(plan, batch)
 
     def program(
-        leaves: list[jax.Array], batch: Any, rng: jax.Array, state: Any, *_: Any
+        leaves: list[jax.Array], batch: Any, rng: jax.Array, state: Any, *rest: Any
     ) -> tuple[Any, list[jax.Array], Any]:
+        del rest  # no gradients: no errors of theirs, and nothing that takes them
         (key,) = view.keys(rng, 1)
         state = carried.enter(state, view.axes)
         traced, out_shape = losses.loss_program(

@@ -31,3 +31,23 @@ def test_loss_and_gradient_equal_plain_jax(name: str) -> None:
             whole = np.asarray(got)[tuple(slice(0, n) for n in leaf.shape)]
             distance = np.linalg.norm(whole - exact)
             assert distance <= bound * max(np.linalg.norm(exact), 1e-3), (stage, leaf.path)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_scalar_that_no_output_depends_on_has_a_literal_for_a_gradient(accumulation: int) -> None:
+    """Found by the fuzzer: a literal has no hash."""
+    params = {"w": np.ones((8, 8), np.float32), "unused": np.float32(2), "stopped": np.float32(3)}
+
+    def loss(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        return jax.lax.stop_gradient(p["stopped"]) * ((x @ p["w"]) ** 2).mean()
+
+    tx = optax.sgd(0.1)
+    for stage in (0, 1, 2, 3):
+        zero = zj.Zero(stage=stage, stage3_param_persistence_threshold=0)
+        plan = zj.make_plan(params, tx, zj.make_mesh(), zero)
+        step = zj.make_train_step(loss, tx, plan, accumulation_steps=accumulation)
+        state, metrics = step(zj.init_state(params, tx, plan), np.ones((16, 8), np.float32))
+        assert float(metrics["loss"]) == 3 * 64
+        after = zj.full_params(state, plan)
+        assert (after["unused"], after["stopped"]) == (2, 3)
+        np.testing.assert_allclose(after["w"], 1 - 0.1 * 3 * 2 * 8 / 8)

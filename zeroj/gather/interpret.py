@@ -100,9 +100,9 @@ class Interpreter:
                 env.pop(var, None)
         outs = [read(v) for v in jaxpr.outvars]
         outs = [self._reduced(out, r) for out, r in zip(outs, reductions.at_exit, strict=True)]
-        done = reductions.taken_inside(jaxpr)
+        done = {id(var) for var in reductions.taken_inside(jaxpr)}  # a gradient that is a literal has no hash
         return [
-            out if w is None or v in done else self._kept(out, w)
+            out if w is None or id(v) in done else self._kept(out, w)
             for v, out, w in zip(jaxpr.outvars, outs, wanted, strict=True)
         ]
 

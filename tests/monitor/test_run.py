@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gc
 import json
 import re
 import sys
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import zeroj as zj
 from tests import oracle
@@ -211,7 +213,13 @@ def test_comms_logger_lists_the_collectives_of_the_step(capsys: pytest.CaptureFi
 def test_memory_breakdown_counts_live_arrays(capsys: pytest.CaptureFixture[str]) -> None:
     from zeroj.monitor.memory import host_bytes, live_bytes
 
+    spread = jax.device_put(
+        np.zeros((8, 1 << 10), np.float32), NamedSharding(zj.make_mesh(), PartitionSpec("local"))
+    )
+    gc.collect()
     before = sum(live_bytes().values())
+    assert sum(live_bytes().values()) == before, "counting makes nothing that counts"
+    assert spread.nbytes > 0
     kept = jax.device_put(np.zeros(1 << 20, np.float32), jax.devices()[0])
     assert sum(live_bytes().values()) - before == kept.nbytes
     now, most = host_bytes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 import pathlib
 import resource
 
@@ -20,9 +21,10 @@ def live_bytes(device: jax.Device | None = None) -> dict[str, int]:
     device = jax.local_devices()[0] if device is None else device
     found: collections.Counter[str] = collections.Counter()
     for array in jax.live_arrays():
-        for shard in array.addressable_shards:
-            if shard.device == device:
-                found[array.sharding.memory_kind or "device"] += shard.data.nbytes
+        if device in array.sharding.device_set:
+            # by its shape: to ask for a shard makes an array of it, which lives from then on and would count again
+            part = math.prod(array.sharding.shard_shape(array.shape))
+            found[array.sharding.memory_kind or "device"] += part * array.dtype.itemsize
     return dict(found)
 
 

@@ -77,22 +77,11 @@ class LayerUpdate:
         known = dict(zip(self._inputs(path), [master, grad, *state], strict=True))
         known |= dict(zip(self._unowned(), also, strict=True))
         targets = [flow.outs[i] for i in self._outputs(path)]
-        ops = flow.closure([t for t in targets if isinstance(t, int)], known)
-        alone = [op for op in ops if all(flow.shape(v) == () for v in (*op.operands, *op.outputs))]
-        for op in alone:
+        for op in flow.closure([t for t in targets if isinstance(t, int)], known):
             known.update(run_op(op, known, known.__getitem__))
-        # a power of the count rounds otherwise where a kernel takes it of many elements at once
-        found = {v: known[v] for op in alone for v in op.outputs}
-        known |= dict(zip(found, jax.lax.optimization_barrier(list(found.values())), strict=True))
-        for op in ops:
-            if op.outputs[0] not in found:
-                known.update(run_op(op, known, known.__getitem__))
         new = [value_of(t, known, known.__getitem__) for t in targets]
         if applied is not None:
-            before = (master, *state)
-            new = [
-                x if old is None else jnp.where(applied, x, old) for x, old in zip(new, before, strict=True)
-            ]
+            new = [jnp.where(applied, x, old) for x, old in zip(new, [master, *state], strict=True)]
         after = as_dtype(new[0], self.plan.param_dtype(leaf))
         if applied is not None and self.plan.has_master:
             after = jnp.where(applied, after, param)

@@ -77,6 +77,11 @@ class Taking:
     also: Any
     make: Callable[..., Sink]
 
+    @property
+    def value_specs(self) -> dict[str, tuple[PartitionSpec, ...]]:
+        """Path -> the PartitionSpec of each of ``values``."""
+        return {path: (self.specs[path],) * len(arrays) for path, arrays in self.values.items()}
+
 
 class NotTaken(Exception):
     """Whether the update is made is not known where the gradients arise."""
@@ -84,14 +89,14 @@ class NotTaken(Exception):
 
 def specs_of(plan: Plan, taking: Taking | None) -> list[Any]:
     """Where what is made of each trained leaf's gradient lives, over the ZeRO axes."""
-    found: list[Any] = []
-    for leaf in (leaf for leaf in plan.leaves if leaf.trainable):
-        if taking and leaf.path in taking.specs:
-            spec = taking.specs[leaf.path]
-            found.append(Made(spec, PartitionSpec(), (spec,) * (len(taking.values[leaf.path]))))
-        else:
-            found.append(plan.grad_placement(leaf).zero_spec)
-    return found
+    live = [leaf for leaf in plan.leaves if leaf.trainable]
+    stored = taking.value_specs if taking else {}
+    return [
+        Made(taking.specs[leaf.path], PartitionSpec(), stored[leaf.path])
+        if taking and leaf.path in stored
+        else plan.grad_placement(leaf).zero_spec
+        for leaf in live
+    ]
 
 
 def takers(

@@ -180,10 +180,7 @@ class DeviceView:
         plan, whole = self.plan, PartitionSpec()
         own = PartitionSpec(plan.zero_axes)
         params = [plan.stored_placement(leaf).zero_spec for leaf in plan.leaves]
-        taken = dict(taking.values) if taking else {}
-        places = (
-            {path: (taking.specs[path],) * len(values) for path, values in taken.items()} if taking else {}
-        )
+        taken, places = (dict(taking.values), taking.value_specs) if taking else ({}, {})
         return jax.shard_map(
             program,
             mesh=plan.mesh,

@@ -20,10 +20,11 @@ from zeroj.optimizer.flow import Const, Flow, Op, run_op, value_of
 from zeroj.optimizer.partition import SMALL
 from zeroj.optimizer.pieces import ELEMENTWISE, leaf_bytes, piece_bytes
 from zeroj.optimizer.stream import DEFAULT_BUFFERS
-from zeroj.optimizer.update import as_dtype, unflatten
+from zeroj.optimizer.update import as_dtype, flatten, unflatten
+from zeroj.plan.leaves import StateLeaf
 from zeroj.plan.plan import ParamLeaf, Plan
 
-#: The owner of inputs that are not known where gradients arise.
+#: The owner of inputs that a layer cannot read: what is not known where gradients arise, arrays of no leaf.
 LATER = -1
 
 
@@ -68,14 +69,17 @@ class LayerUpdate:
             grad: the layer's gradient, this device's shard, as the optimizer is to see it.
             stored: its master, if it has one of its own, and its state, on the device.
             param: its stored param, on the device.
-            also: the state that belongs to no leaf.
+            also: the counters, see :meth:`counters`.
             applied: as in :class:`LayerSink`.
         """
         leaf, flow = self.by_path[path], self.flow(len(self.by_path[path].shape) - grad.ndim)
         state = list(stored[1:] if self.plan.has_master else stored)
         master = stored[0] if self.plan.has_master else param
         known = dict(zip(self._inputs(path), [master, grad, *state], strict=True))
-        known |= dict(zip(self._unowned(), also, strict=True))
+        first = 2 * len(self.live)
+        known |= dict(
+            zip(self.counters(range(first, first + len(self.plan.state_leaves))), also, strict=True)
+        )
         targets = [flow.outs[i] for i in self._outputs(path)]
         for op in flow.closure([t for t in targets if isinstance(t, int)], known):
             known.update(run_op(op, known, known.__getitem__))
@@ -116,9 +120,9 @@ class LayerUpdate:
         state = [first + i for i, s in enumerate(self.plan.state_leaves) if s.owner == path]
         return [self.number[path], *state]
 
-    def _unowned(self) -> list[int]:
-        first = 2 * len(self.live)
-        return [first + i for i, s in enumerate(self.plan.state_leaves) if not s.owner]
+    def counters(self, inner: Sequence[Any]) -> list[Any]:
+        """Of the leaves of the transformation's state the scalars that belong to no leaf: what a layer may read."""
+        return [v for v, s in zip(inner, self.plan.state_leaves, strict=True) if _is_counter(s)]
 
     def _alone(self, flow: Flow, path: str) -> bool:
         """Whether a leaf's results are elementwise in its own inputs, and nothing else is made of those."""
@@ -168,8 +172,7 @@ class LayerUpdate:
             before, seen = unflatten(plan, values[:n]), unflatten(plan, values[n : 2 * n])
             state = plan.state_treedef.unflatten(values[2 * n : -1])
             updates, after = self.tx.update(seen, state, before, value=values[-1], grad=seen)
-            new = plan.treedef.flatten_up_to(optax.apply_updates(before, updates))
-            flat = [v for v, leaf in zip(new, plan.leaves, strict=True) if leaf.trainable]
+            flat = flatten(plan, optax.apply_updates(before, updates))
             kept = plan.state_treedef.flatten_up_to(after)
             return (
                 [as_dtype(v, plan.master_dtype(x)) for v, x in zip(flat, self.live, strict=True)],
@@ -177,5 +180,9 @@ class LayerUpdate:
             )
 
         program, _ = _compat.trace(update, [*masters, *grads, *inner, loss])
-        owners = [self.number.get(s.owner) for s in plan.state_leaves]
+        owners = [None if _is_counter(s) else self.number.get(s.owner, LATER) for s in plan.state_leaves]
         return Flow(program, [*range(n), *range(n), *owners, LATER], SMALL)
+
+
+def _is_counter(state: StateLeaf) -> bool:
+    return not state.owner and state.placement.shape == ()

@@ -50,7 +50,6 @@ def taking(tx: ZeroOptimizer, opt_state: Any) -> Taking | None:
         )
         for leaf in found
     }
-    also = [v for v, s in zip(inner, plan.state_leaves, strict=True) if not s.owner]
 
     def make(
         path: str,
@@ -61,7 +60,9 @@ def taking(tx: ZeroOptimizer, opt_state: Any) -> Taking | None:
     ) -> LayerSink:
         return LayerSink(stored, param, update, path, tuple(also), applied)
 
-    return Taking(values, {leaf.path: leaf.placement.zero_spec for leaf in found}, also, make)
+    return Taking(
+        values, {leaf.path: leaf.placement.zero_spec for leaf in found}, update.counters(inner), make
+    )
 
 
 class Carried(NamedTuple):
@@ -109,7 +110,7 @@ class LayerSink:
         param: the stored param; of a layer, on the device.
         update: how.
         path: the leaf.
-        also: the state that belongs to no leaf.
+        also: the counters of the transformation's state, see :meth:`LayerUpdate.counters`.
         applied: bool scalar; where it is False everything stays as it is. None: the update is always made.
         within: of a layer: the loop around it.
         ahead: of a layer: the next one's param, if it is in host memory; on the device.

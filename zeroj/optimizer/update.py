@@ -82,8 +82,7 @@ def updated(
         new, after = jax.tree.map(
             lambda new, old: jnp.where(applied, new, old), (new, after), (before, inner_before)
         )
-    flat = [v for v, leaf in zip(plan.treedef.flatten_up_to(new), plan.leaves, strict=True) if leaf.trainable]
-    shards = store(plan, [(plan.master_placement(x), plan.master_dtype(x)) for x in live], flat)
+    shards = store(plan, [(plan.master_placement(x), plan.master_dtype(x)) for x in live], flatten(plan, new))
     return shards, plan.state_treedef.flatten_up_to(store_state(plan, after))
 
 
@@ -93,6 +92,13 @@ def unflatten(plan: Plan, live: list[Any]) -> Any:
     return plan.treedef.unflatten(
         [next(rest) if leaf.trainable else optax.MaskedNode() for leaf in plan.leaves]
     )
+
+
+def flatten(plan: Plan, tree: Any) -> list[Any]:
+    """Undoes :func:`unflatten`."""
+    return [
+        v for v, leaf in zip(plan.treedef.flatten_up_to(tree), plan.leaves, strict=True) if leaf.trainable
+    ]
 
 
 def store_state(plan: Plan, inner: Any) -> Any:

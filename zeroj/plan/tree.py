@@ -137,21 +137,19 @@ def abstract_init(tx: optax.GradientTransformation, masters: Any) -> tuple[Any, 
         PlanError: the state has a typed random key, which has no place in files and no dtype to plan with.
     """
     try:
-        shapes = jax.eval_shape(tx.init, masters)
-        keys = [
-            path for path, x in flatten(shapes)[0].items() if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        ]
-        if keys:
-            raise PlanError(
-                f"The optimizer keeps a typed random key in its state ({', '.join(keys)}), which a plan cannot lay "
-                "out: let its init return jax.random.key_data(key), and its update begin with "
-                "jax.random.wrap_key_data(state_key)."
-            )
-        return shapes, False
+        shapes, concrete = jax.eval_shape(tx.init, masters), False
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
         zeros = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), masters)
-        state = tx.init(zeros)
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), state), True
+        state, concrete = tx.init(zeros), True
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), state)
+    keys = [path for path, x in flatten(shapes)[0].items() if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
+    if keys:
+        raise PlanError(
+            f"The optimizer keeps a typed random key in its state ({', '.join(keys)}), which a plan cannot lay "
+            "out: let its init return jax.random.key_data(key), and its update begin with "
+            "jax.random.wrap_key_data(state_key)."
+        )
+    return shapes, concrete
 
 
 def auto_mesh(mesh: Mesh) -> Mesh:

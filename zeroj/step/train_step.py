@@ -23,7 +23,7 @@ from zeroj.optimizer.spill import SpilledUpdate
 from zeroj.optimizer.zero import ZeroOptimizer, apply_gradients, wrap_optimizer
 from zeroj.plan.feedback import errors_struct
 from zeroj.plan.mesh import traced_on
-from zeroj.plan.plan import Plan
+from zeroj.plan.plan import ParamLeaf, Plan
 from zeroj.spill.reader import ParamReader
 from zeroj.step.clip import Clipped, stays, unscale_and_clip
 from zeroj.step.precision import default_scaling, is_stuck, next_scale
@@ -297,7 +297,9 @@ def _update(
     applied: jax.Array | None,
 ) -> tuple[Any, Any]:
     plan, made = tx.plan, {j: g for j, g in enumerate(clipped.grads) if isinstance(g, Made)}
-    live = iter(g if j not in made else _taken(plan, j) for j, g in enumerate(clipped.grads))
+    trained = (leaf for leaf in plan.leaves if leaf.trainable)
+    pairs = zip(trained, clipped.grads, strict=True)
+    live = iter([_taken(plan, x) if isinstance(g, Made) else g for x, g in pairs])
     tree = plan.treedef.unflatten([next(live) if leaf.trainable else None for leaf in plan.leaves])
     return apply_gradients(
         tx.user_tx,
@@ -314,7 +316,6 @@ def _update(
     )
 
 
-def _taken(plan: Plan, number: int) -> jax.ShapeDtypeStruct:
-    """Stands in place of the gradient of a leaf that is updated already; the leaf's number among the trainable."""
-    leaf = [leaf for leaf in plan.leaves if leaf.trainable][number]
+def _taken(plan: Plan, leaf: ParamLeaf) -> jax.ShapeDtypeStruct:
+    """Stands in place of the gradient of a leaf that is updated already."""
     return jax.ShapeDtypeStruct(plan.grad_placement(leaf).padded, plan.precision.seen(leaf.dtype))

@@ -36,7 +36,9 @@ format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Without the programs of an earlier run: loaded from a file, one in some thousands hangs on simulated devices.
 test: $(VENV)/.installed-aot lint
+	rm -rf .cache/jax
 	JAX_PLATFORMS=cpu $(BIN)/pytest -n $(WORKERS) -m "not full and not hf"
 	PYTHON=$(PYTHON) BIN=$(BIN) bash tests/other_python.sh
 
@@ -55,6 +57,7 @@ test-hf: $(VENV)-hf/.installed
 	JAX_PLATFORMS=cpu $(VENV)-hf/bin/pytest tests/hf
 
 test-all: $(VENV)/.installed-aot
+	rm -rf .cache/jax
 	JAX_PLATFORMS=cpu $(BIN)/pytest -n $(WORKERS)
 
 bench: $(VENV)/.installed-aot

@@ -172,6 +172,7 @@ def compile_zeroj(
     offload_activations: bool = False,
     accumulation: int = 1,
     clipped: bool = True,
+    rotate: bool = False,
     **zero: Any,
 ) -> Compiled:
     """zeroj's own train step for ``nodes`` x ``gpus`` GPUs; bf16, adamw.
@@ -186,6 +187,7 @@ def compile_zeroj(
         offload_activations: whether the layers' inputs wait in host memory.
         accumulation: micro-batches of ``shape.micro`` sequences per step.
         clipped: whether gradients are clipped, and their finiteness is checked.
+        rotate: whether the update of the layers is left to the next step; compiled is a step that has one to make.
         **zero: further fields of :class:`zeroj.Zero`.
     """
     target = zj.aot.Target(gpu, nodes=nodes, gpus_per_node=gpus)
@@ -202,10 +204,13 @@ def compile_zeroj(
         clip_norm=CLIP_NORM if clipped else None,
         skip_nonfinite=None if clipped else False,
         offload_activations=offload_activations,
+        rotate=rotate,
     )
     whole = dataclasses.replace(shape, micro=shape.micro * accumulation)
     batch = whole.batch(plan.mesh, plan.zero_axes)
-    found = target.compile(step, zj.abstract_state(tx, plan), batch, profile=profile)
+    state = zj.abstract_state(tx, plan)
+    state = step.pending_state(state, batch) if rotate else state
+    found = target.compile(step, state, batch, profile=profile)
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(batch)) // plan.degree
     return Compiled(shape, plan, held, found)
 

@@ -75,6 +75,27 @@ def test_without_clipping_stacks_are_updated_in_the_backward_loop(params: tuple[
     assert case.report.device.temporary <= clipped.report.device.temporary + in_flight
 
 
+@pytest.mark.parametrize("params", [(), ("offload_param",)], ids=["state", "params"])
+def test_a_rotated_step_hides_the_copies_of_a_clipped_one(params: tuple[str, ...]) -> None:
+    """In the forward loop a stack crosses once and one layer more; its params are made there, and not fetched."""
+    case = compiled("offload_optimizer", *params, rotate=True, profile="overlap")
+    state, held, waiting = (
+        on_host(case, *parts) for parts in (("master", "opt_state"), ("params",), ("grads",))
+    )
+    read, written = state + waiting, state + held
+    assert crossings(case) == {
+        "h2d": read + held + (read + held) // SMALL.layers,  # held: for the backward pass
+        "d2h": written + written // SMALL.layers + waiting,
+    }
+    assert all(copy.asynchronous for copy in case.report.copies)
+    clipped = compiled("offload_optimizer", *params, profile="overlap")
+    assert hidden(case) > hidden(clipped)
+    layers = 2 * (read + written) // SMALL.layers  # what comes and what goes, of two layers
+    pending = 0 if params else 2 * SMALL.count // 8  # the gradients of the step before, until they are used
+    allowed = clipped.report.device.temporary + layers + pending
+    assert case.report.device.temporary <= allowed
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_with_the_optimizer_offloaded_the_device_holds_the_params(stage: int) -> None:
     case = compiled("offload_optimizer", stage=stage)
@@ -99,8 +120,8 @@ def test_every_leaf_crosses_once_each_way_and_params_once_for_each_gather(offloa
     moved = crossings(case)
     state, params = on_host(case, "master", "opt_state"), on_host(case, "params")
     waiting = on_host(case, "grads")
-    # params for the forward and for the backward pass, gradients for the norm and for the update
-    assert moved["h2d"] == state + 2 * params + 2 * waiting
+    # params for the forward and for the backward pass; gradients for the update: their norm is known when they leave
+    assert moved["h2d"] == state + 2 * params + waiting
     assert moved["d2h"] == state + params + waiting
 
 

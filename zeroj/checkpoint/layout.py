@@ -24,10 +24,10 @@ from zeroj.plan.feedback import errors_struct
 from zeroj.plan.plan import ParamLeaf, Plan, StateLeaf
 from zeroj.spill.state import Spilled
 from zeroj.spill.tier import SpilledArray
-from zeroj.step.state import TrainState
+from zeroj.step.state import TrainState, check_settled
 
 #: Fields of TrainState beside params and opt_state: small, and whole on every device.
-SMALL_FIELDS = tuple(f for f in TrainState._fields if f not in ("params", "opt_state", "errors"))
+SMALL_FIELDS = tuple(f for f in TrainState._fields if f not in ("params", "opt_state", "errors", "pending"))
 
 
 class Stored(NamedTuple):
@@ -131,6 +131,7 @@ def key_data(key: Any) -> tuple[Any, str]:
 
 
 def _param_leaves(state: TrainState, plan: Plan) -> list[tuple[str, Any, tuple[int, ...]]]:
+    check_settled(state)
     values = plan.treedef.flatten_up_to(state.params)
     values = [
         v if _what_is_wrong(v) else unpacked(plan, x, v) for v, x in zip(values, plan.leaves, strict=True)

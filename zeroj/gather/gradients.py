@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,11 +23,13 @@ from zeroj.gather.inputs import (
 )
 from zeroj.gather.means import accumulate, over_devices
 from zeroj.gather.microbatch import MicroBatch, widened
-from zeroj.gather.reductions import Reduction, slot_of
+from zeroj.gather.reductions import Reduction
+from zeroj.gather.renewals import Renewing
 from zeroj.gather.residual_check import check_near, check_offload
 from zeroj.gather.residuals import offload_residuals
-from zeroj.gather.sinks import Arrival, Made, NotTaken, Taking, arrival_of, specs_of
+from zeroj.gather.sinks import Arrival, Made, Measured, NotTaken, Taking, arrival_of
 from zeroj.gather.views import View, make_view
+from zeroj.gather.where import Moves, empty_sums, moves_of, reductions_of
 from zeroj.plan.feedback import Errors, fed_back
 from zeroj.plan.mesh import traced_on
 from zeroj.plan.plan import ParamLeaf, Plan
@@ -45,11 +46,13 @@ class Gradients(NamedTuple):
         weight: fp32 scalar, the sum of counts, or None for a plain mean.
         aux: the loss's aux: floats averaged and integers summed over devices and micro-batches, and every
             :class:`zeroj.Mean` divided out.
-        grads: one array per trained leaf, where the plan has gradients; :class:`Made` of one that was taken.
+        grads: one array per trained leaf, where the plan has gradients; :class:`Made` of one that was taken,
+            :class:`Measured` of one that left for host memory.
         model_state: what the model carries on, the same on every device.
         errors: what quantising lost of the gradients (LoCo); see :mod:`zeroj.plan.feedback`.
         divisor: fp32 scalar by which gradients in host memory are still to be divided, or None.
         arrival: in which order the gradients are made.
+        renewed: path -> :class:`zeroj.gather.renewals.Renewed`, of the leaves that were to be.
     """
 
     loss: jax.Array
@@ -60,6 +63,7 @@ class Gradients(NamedTuple):
     errors: Any = ()
     divisor: jax.Array | None = None
     arrival: Arrival = Arrival(())
+    renewed: Any = ()
 
 
 def value_and_grad(
@@ -149,6 +153,7 @@ def gradients(
     errors: Errors | tuple[()] = (),
     feeds: Any = (),
     taking: Taking | None = None,
+    renewing: Renewing | None = None,
 ) -> Gradients:
     """The gradient of the mean over the global batch, times ``scale``, in the layout of ``plan.grads``.
 
@@ -171,6 +176,7 @@ def gradients(
         feeds: bool scalar beside ``errors``: where it is False, they stand for zeros.
         taking: what takes gradients where they arise, of a single micro-batch under the view of one device; left
             out, nothing does.
+        renewing: what renews params in the first micro-batch, before they are used; left out, all are up to date.
     """
     leaves = check_params(plan, params)
     check_errors(plan, errors)
@@ -178,23 +184,18 @@ def gradients(
     rng = jax.random.key(0) if rng is None else rng
 
     def run(taking: Taking | None) -> Gradients:
+        moves = moves_of(plan, taking, renewing, host and accumulation == 1 and bool(view.axes))
+
         def program(*args: Any) -> tuple[Any, list[Any], Any]:
             return _program(
-                loss_fn, plan, view, args, accumulation, has_aux, host, offload_activations, taking
+                loss_fn, plan, view, args, accumulation, has_aux, host, offload_activations, moves
             )
 
-        args = (
-            leaves,
-            batch,
-            rng,
-            jnp.asarray(scale, jnp.float32),
-            model_state,
-            feeds,
-            taking and taking.also,
-        )
-        whole, grads, left = view.run(program, args, specs_of(plan, taking), errors, taking)
+        beside, scaled = moves.beside, jnp.asarray(scale, jnp.float32)
+        args = (leaves, batch, rng, scaled, model_state, feeds, beside and beside.also)
+        whole, (*grads, renewed), left = view.run(program, args, moves.specs(plan), errors, beside)
         loss, weight, aux, state, token, divisor, arrival = whole
-        return Gradients(loss + token, weight, aux, grads, state, left, divisor, arrival)
+        return Gradients(loss + token, weight, aux, grads, state, left, divisor, arrival, renewed)
 
     try:
         return run(taking)
@@ -211,7 +212,7 @@ def _program(
     has_aux: bool,
     host: bool,
     offload: bool,
-    taking: Taking | None,
+    moves: Moves,
 ) -> tuple[Any, list[Any], Any]:
     """Micro-batches one after the other, then what is left to reduce."""
     leaves, batch, rng, scale, before, feeds, also, errors, taken = args
@@ -226,20 +227,19 @@ def _program(
     own = jax.tree.map(lambda x: jax.lax.squeeze(x, (0,)), errors) if errors else {}
     weighted = out_shape.weight is not None
     count = host_sums.count_ahead(traced, len(plan.leaves), WEIGHT, view.axes) if weighted else None
-    if taking and weighted and count is None:
+    if moves.taking and weighted and count is None:
         raise NotTaken
     can_sum = at_once and not later and (count is not None or not weighted)
-    reductions = _reductions(
-        plan, view, later, host and (can_sum or accumulation == 1), accumulation, own, taken
-    )
-    sums = _empty_sums(plan, reductions) if accumulation > 1 else {}
-    keeps = any(plan.param_placement(leaf).wire.kept for leaf in plan.leaves)
+    host = host and (can_sum or accumulation == 1)
+    reductions = reductions_of(plan, view, later, host, accumulation, own, moves.sunk)
+    sums = empty_sums(plan, reductions) if accumulation > 1 else {}
+    keeps = any(plan.param_placement(leaf).wire.kept for leaf in plan.leaves) or bool(moves.renewing)
     heads = len(jax.tree.leaves(out_shape))
     wanted: list[Reduction | None] = [None] * heads
     wanted += reductions if at_once else [None] * len(live)
 
     one = MicroBatch(
-        plan, view, traced, out_shape, reductions, wanted, leaves, scale, count, taking, taken, also
+        plan, view, traced, out_shape, reductions, wanted, leaves, scale, count, moves, taken, also
     )
     carry = state, own, feeds, sums
     head, means, token, divisor = accumulate(one, batches, keys, carry, accumulation, view.axes, keeps)
@@ -253,42 +253,8 @@ def _program(
     after = carried.leave(before, state, view.axes, view.degree)
     left = jax.tree.map(lambda x: jax.lax.expand_dims(x, (0,)), own) if errors else ()
     arrival = arrival_of(traced, heads)
-    return (loss, weight, aux, after, token, divisor if summed else None, arrival), grads, left
-
-
-def _empty_sums(plan: Plan, reductions: Sequence[Reduction]) -> dict[str, jax.Array]:
-    """Path -> nothing yet, for each leaf whose gradients are summed in host memory."""
-    live = [leaf for leaf in plan.leaves if leaf.trainable]
-    return {
-        r.into: host_sums.zeros(r, plan.precision.accumulator(x.dtype))
-        for r, x in zip(reductions, live, strict=True)
-        if r.into
-    }
-
-
-def _reductions(
-    plan: Plan,
-    view: View,
-    later: tuple[str, ...],
-    host: bool,
-    accumulation: int,
-    fed: Collection[str],
-    taken: Collection[str],
-) -> list[Reduction]:
-    """How the gradient of each trained leaf is summed over devices; with feedback for the leaves in ``fed``."""
-    found = []
-    for leaf in (leaf for leaf in plan.leaves if leaf.trainable):
-        reduction = view.reduction(leaf, later)
-        if leaf.path in taken:
-            reduction = replace(reduction, into=leaf.path)
-        elif host:
-            kind = plan.gradient_memory(leaf) if accumulation == 1 else plan.accumulator_memory(leaf)
-            into = leaf.path if kind and accumulation > 1 else ""
-            reduction = replace(reduction, placement=reduction.placement.at(kind), into=into)
-        if leaf.path in fed:
-            reduction = replace(reduction, feedback=slot_of(leaf.path, leaf.shape))
-        found.append(reduction)
-    return found
+    whole = loss, weight, aux, after, token, divisor if summed else None, arrival
+    return whole, [*grads, one.renewed], left
 
 
 def _traced(
@@ -324,7 +290,7 @@ def _traced(
 
 
 def _settled(grad: Any, later: tuple[str, ...], plan: Plan, leaf: ParamLeaf) -> Any:
-    """A gradient summed over the axes in ``later`` and in its dtype; of one that was taken, the sum of its squares."""
-    if isinstance(grad, Made):
+    """A gradient summed over the axes in ``later``, in its dtype; of one that is not here, the sum of its squares."""
+    if isinstance(grad, (Made, Measured)):
         return grad._replace(squares=total(grad.squares, leaf.placement.axes))
     return widened(total(grad, later), plan.precision.gradient(leaf.dtype))

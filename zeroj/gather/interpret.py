@@ -20,6 +20,7 @@ from zeroj.gather import kept, lazy, loops
 from zeroj.gather.counters import Counted
 from zeroj.gather.reductions import Reduction, ReductionPlan, Reductions, is_zero, place_reductions
 from zeroj.gather.regions import NotAlike, Operands, Regions
+from zeroj.gather.renewals import Coming, Renewals, until_used
 from zeroj.gather.sinks import Sinks
 from zeroj.gather.stacks import only_sliced
 from zeroj.gather.tokens import Gather, Gathers, Tokens
@@ -46,6 +47,8 @@ class Interpreter:
         self.regions = Regions()
         self.errors: dict[str, Feedback] = {}
         self.sinks: Sinks = {}
+        self.renewals = Renewals()
+        self.coming = Coming()
         self.reading = False  # whether a first gradient is there, and sinks read what they need
         self.counted = Counted()
 
@@ -87,9 +90,13 @@ class Interpreter:
         def read(atom: Any) -> Any:
             return atom.val if isinstance(atom, _compat.Literal) else env[atom]
 
-        last = last_uses(jaxpr)
+        last, renewed = last_uses(jaxpr), len(self.renewals.now)
         for index, eqn in enumerate(jaxpr.eqns):
-            outs = self._equation(eqn, [read(v) for v in eqn.invars], reductions)
+            outs = self._equation(eqn, self._renewed(eqn, [read(v) for v in eqn.invars]), reductions)
+            if len(self.renewals.now) > renewed:
+                renewed = len(self.renewals.now)
+                env = {var: self.renewals.current(value) for var, value in env.items()}
+                outs = [self.renewals.current(out) for out in outs]
             for var, out in zip(eqn.outvars, outs, strict=True):
                 reduction = reductions.at.get(var)
                 if reduction is not None and is_zero(eqn):
@@ -106,6 +113,14 @@ class Interpreter:
             for v, out, w in zip(jaxpr.outvars, outs, wanted, strict=True)
         ]
 
+    def _renewed(self, eqn: _compat.Eqn, operands: list[Any]) -> list[Any]:
+        """The operands, of params that are up to date, but for those that the equation's own program renews."""
+        if not self.renewals.waiting or until_used(eqn):
+            return operands
+        later = loops.run_over(eqn, operands) if eqn.primitive.name == "scan" else set()
+        self.renewals.renew([value for i, value in enumerate(operands) if i not in later])
+        return [self.renewals.current(value) for value in operands]
+
     def _kept(self, value: Any, reduction: Reduction) -> Any:
         """A reduced gradient where it is kept: taken by its sink, or in its memory."""
         return self.sinks[reduction.into].plus(value) if reduction.into else reduction.away(value)
@@ -118,6 +133,9 @@ class Interpreter:
         if self.sinks and not self.reading:
             self.sinks = {path: sink.after(grad) for path, sink in self.sinks.items()}
             self.reading = True
+        sink = self.sinks.get(reduction.part_of)
+        if sink is not None:
+            self.sinks[reduction.part_of] = sink.due(self.gathers.with_gradients)
         return self.gathers.reduce(grad, partial(self._reduce, reduction), reduction.small(grad.size))
 
     def _reduce(self, reduction: Reduction, value: jax.Array) -> jax.Array:
@@ -182,7 +200,8 @@ class Interpreter:
             shards = [shard for value in lazies for shard in lazy.shards_of(value)]
             self.gathers.issue(shards)
             at_hand = [i for i, v in enumerate(operands) if isinstance(v, jax.Array)]
-            values = self.gathers.before_use([operands[i] for i in at_hand], shards)
+            values = self.coming.before_use([operands[i] for i in at_hand], shards)
+            values = self.gathers.before_use(values, shards)
             held = dict(zip(at_hand, values, strict=True))
             whole = [lazy.evaluate(held.get(i, v), self.gathers.whole) for i, v in enumerate(operands)]
         return _compat.bind(eqn, whole)
@@ -202,7 +221,7 @@ def _remat(
     assert called is not None
     inner = uniform.of_call(eqn, called.jaxpr)
     shards = [s for value in operands for s in lazy.shards_of(value)]
-    if self.gathers.has(shards):  # what is gathered comes into the region
+    if self.gathers.has(shards) or self.coming.working:  # what is at hand comes into the region
         return _recomputed(self, eqn, operands, wanted, inner)
     try:
         taken = Operands(operands)

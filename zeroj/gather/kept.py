@@ -90,6 +90,14 @@ def stacked(inside: Kept, before: Kept, origin: Mapping[int, Shard], made: Seque
     }
 
 
+def renewed(kept: Kept, now: Mapping[int, tuple[jax.Array, jax.Array]]) -> Kept:
+    """The same near shards, by the params that these have become: id of the old array -> it and the new one."""
+    return {
+        key._replace(array=id(now[key.array][1])) if key.array in now else key: near
+        for key, near in kept.items()
+    }
+
+
 def with_values(kept: Kept, values: Sequence[jax.Array], stacks: Mapping[int, Shard]) -> Kept:
     """The same near shards, as the loop stacked them.
 

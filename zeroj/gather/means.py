@@ -38,8 +38,8 @@ def accumulate(
         state: what the model carries; each micro-batch gets what the one before it returned.
         accumulation: the number of micro-batches.
         axes: the ZeRO axes.
-        keeps: whether a micro-batch keeps of its gathers what later ones use. Then the first one stands before
-            the loop over the others: what a loop's first iteration makes, its second cannot see.
+        keeps: whether a micro-batch keeps of its gathers, or makes, what later ones use. Then the first one stands
+            before the loop over the others: what a loop's first iteration makes, its second cannot see.
 
     Returns:
         This device's loss (its total and count summed, or a plain mean), the averaged gradients (None for those

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -12,12 +12,15 @@ import jax.numpy as jnp
 from zeroj import _compat
 from zeroj.collectives.quantized import Feedback
 from zeroj.gather import host_sums
+from zeroj.gather.host_gradients import HostGradient
 from zeroj.gather.inputs import interpreter, lazy_leaves
 from zeroj.gather.kept import Kept
 from zeroj.gather.loss import LossOut
 from zeroj.gather.reductions import Reduction, Reductions
-from zeroj.gather.sinks import Taking, takers
+from zeroj.gather.renewals import Renewed
+from zeroj.gather.sinks import takers
 from zeroj.gather.views import View
+from zeroj.gather.where import Moves
 from zeroj.plan.plan import Plan
 
 
@@ -35,9 +38,10 @@ class MicroBatch:
         leaves: stored params, this device's shards.
         scale: fp32 scalar that the loss is multiplied by for the backward pass.
         count: gives the micro-batch's count from the program's inputs, or None.
-        taking: what takes gradients where they arise, or None.
-        taken: path -> this device's shards of what it takes them into.
-        also: replicated arrays that it reads.
+        moves: what becomes of single leaves.
+        taken: path -> this device's shards of the arrays that these work on.
+        also: replicated arrays that they read.
+        renewed: path -> what the first micro-batch renewed, which later ones use.
     """
 
     plan: Plan
@@ -49,9 +53,10 @@ class MicroBatch:
     leaves: list[jax.Array]
     scale: jax.Array
     count: Callable[[list[Any]], jax.Array] | None
-    taking: Taking | None
+    moves: Moves
     taken: dict[str, tuple[jax.Array, ...]]
     also: Any
+    renewed: dict[str, Renewed] = field(default_factory=dict)
 
     def __call__(
         self, micro: Any, key: jax.Array, carry: Any, kept: Kept
@@ -69,21 +74,31 @@ class MicroBatch:
             those in the carry; a token.
         """
         state, errors, feeds, sums = carry
+        pairs = zip(self.plan.leaves, self.leaves, strict=True)
+        leaves = [self.renewed[leaf.path].param if leaf.path in self.renewed else x for leaf, x in pairs]
         beta = _beta(self.plan)
         walker = interpreter(self.plan, self.view)
         walker.gathers.kept = kept
         walker.errors = {path: Feedback(given, beta, self.scale, feeds) for path, given in errors.items()}
         inputs = [*jax.tree.leaves(micro), key, self.scale, *jax.tree.leaves(state)]
-        values = [*lazy_leaves(self.plan, self.leaves), *inputs]
-        weight = self.count(values) if self.count and (sums or self.taken) else None
+        values = [*lazy_leaves(self.plan, leaves), *inputs]
+        weight = self.count(values) if self.count and (sums or self.moves.taking) else None
         walker.sinks = {path: host_sums.HostSum(value, weight) for path, value in sums.items()}
-        walker.sinks |= takers(self.plan, self.taking, self.taken, self.leaves, self.also, weight)
+        precision = self.plan.precision
+        dtypes = {
+            x.path: precision.gradient(x.dtype) for x in self.plan.leaves if x.path in self.moves.leaving
+        }
+        walker.sinks |= {path: HostGradient(dtype) for path, dtype in dtypes.items()}
+        if self.moves.renewing and not self.renewed:
+            walker.renewals = self.moves.renewing.of(self.plan, self.taken, leaves, self.also)
+        walker.sinks |= takers(self.plan, self.moves.taking, self.taken, leaves, self.also, weight)
         outs = walker.force(walker.run(self.traced, values, self.wanted))
         heads = len(jax.tree.leaves(self.out_shape))
         head = jax.tree.unflatten(jax.tree.structure(self.out_shape), outs[:heads])
         made = [g if r.into else r.away(g) for r, g in zip(self.reductions, outs[heads:], strict=True)]
         sums = {r.into: g for r, g in zip(self.reductions, made, strict=True) if r.into}
         left = {path: fed.left() for path, fed in walker.errors.items()}
+        self.renewed.update(walker.renewals.rest())
         carry = head.model_state, left, jnp.ones_like(feeds) if left else feeds, sums
         return head._replace(model_state=carry), self._addends(made), walker.gathers.token()
 

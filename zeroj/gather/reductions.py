@@ -58,6 +58,7 @@ class Reduction:
             all-reduced: the same bytes, and in half precision the same rounding as at the sharded stages.
         feedback: whose errors are fed back, or None.
         into: the path of the leaf whose sink takes the result (see :mod:`zeroj.gather.sinks`), or empty.
+        part_of: that path too where the result is still worked on before the sink takes it, or empty.
     """
 
     placement: Placement
@@ -66,6 +67,7 @@ class Reduction:
     whole: bool = False
     feedback: Slot | None = None
     into: str = ""
+    part_of: str = ""
 
     def with_feedback(
         self, value: jax.Array, slot: Slot, feedback: Feedback

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -10,7 +10,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from zeroj import _compat
-from zeroj.plan.plan import Plan
+from zeroj.plan.plan import ParamLeaf, Plan
 
 
 class Sink(Protocol):
@@ -28,6 +28,9 @@ class Sink(Protocol):
 
     def after(self, value: jax.Array) -> Sink:
         """The same, which reads what is on the host once ``value`` is made: a first gradient, not summed."""
+
+    def due(self, hold: Callable[[Sequence[jax.Array]], list[jax.Array]]) -> Sink:
+        """The same with what it read of a layer passed through ``hold``, which is to wait for it."""
 
     def plus(self, addend: jax.Array) -> Any:
         """What is made of a gradient: of the leaf's, or of that of the layer whose sink this is."""
@@ -60,6 +63,13 @@ class Made(NamedTuple):
     stored: tuple[Any, ...]
 
 
+class Measured(NamedTuple):
+    """A gradient in host memory: it, and an fp32 scalar, the sum of the squares of its elements."""
+
+    grad: Any
+    squares: Any
+
+
 @dataclass(frozen=True)
 class Taking:
     """The leaves whose gradients are taken where they arise.
@@ -87,16 +97,17 @@ class NotTaken(Exception):
     """Whether the update is made is not known where the gradients arise."""
 
 
-def specs_of(plan: Plan, taking: Taking | None) -> list[Any]:
+def specs_of(plan: Plan, taking: Taking | None, leaving: Collection[str]) -> list[Any]:
     """Where what is made of each trained leaf's gradient lives, over the ZeRO axes."""
-    live = [leaf for leaf in plan.leaves if leaf.trainable]
     stored = taking.value_specs if taking else {}
-    return [
-        Made(taking.specs[leaf.path], PartitionSpec(), stored[leaf.path])
-        if taking and leaf.path in stored
-        else plan.grad_placement(leaf).zero_spec
-        for leaf in live
-    ]
+
+    def one(leaf: ParamLeaf) -> Any:
+        if taking and leaf.path in stored:
+            return Made(taking.specs[leaf.path], PartitionSpec(), stored[leaf.path])
+        spec = plan.grad_placement(leaf).zero_spec
+        return Measured(spec, PartitionSpec()) if leaf.path in leaving else spec
+
+    return [one(leaf) for leaf in plan.leaves if leaf.trainable]
 
 
 def takers(

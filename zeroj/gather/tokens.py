@@ -199,6 +199,11 @@ class Gathers:
         reduced, self._reduced = jax.lax.optimization_barrier((reduction(grad), self._reduced))
         return reduced
 
+    def with_gradients(self, values: Sequence[jax.Array]) -> list[jax.Array]:
+        """``values`` that are to be there when the gradients made so far are; see :meth:`after_gradients`."""
+        held, self.made = jax.lax.optimization_barrier((list(values), self.made))
+        return held
+
     def in_step(self, values: Sequence[jax.Array]) -> list[jax.Array]:
         """``values`` that only the end of the step needs, waited for like a reduced gradient: XLA would put off
         writing them to where they belong, and hold them twice."""

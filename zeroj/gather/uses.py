@@ -22,15 +22,27 @@ def last_uses(jaxpr: _compat.Jaxpr) -> dict[int, list[Any]]:
 
 
 def in_order_of_use(jaxpr: _compat.Jaxpr, operands: Sequence[Any]) -> list[lazy.Shard]:
-    """The shards among a program's inputs, each once, by the first equation that reads them."""
+    """The shards among a program's inputs, each once, by the first equation that reads them, be it in a call."""
     of = {v: lazy.shards_of(value) for v, value in zip(jaxpr.invars, operands, strict=True)}
-    made_of: dict[Any, list[lazy.Shard]] = {v: shards for v, shards in of.items() if shards}
     found: dict[lazy.Shard, None] = {}
+    _find_uses(jaxpr, {v: shards for v, shards in of.items() if shards}, found)
+    return list(found | {shard: None for shards in of.values() for shard in shards})
+
+
+def _find_uses(
+    jaxpr: _compat.Jaxpr, made_of: dict[Any, list[lazy.Shard]], found: dict[lazy.Shard, None]
+) -> None:
+    """Adds to ``found`` what a program reads; ``made_of`` has what its inputs are made of."""
     for eqn in jaxpr.eqns:
-        read = [made_of[v] for v in eqn.invars if not isinstance(v, _compat.Literal) and v in made_of]
-        if read and len(read) == len(eqn.invars):  # of params alone: it waits for its own use
-            made_of |= {v: [s for shards in read for s in shards] for v in eqn.outvars}
+        pairs = [
+            (i, made_of[v])
+            for i, v in enumerate(eqn.invars)
+            if not isinstance(v, _compat.Literal) and v in made_of
+        ]
+        if pairs and len(pairs) == len(eqn.invars):  # of params alone: it waits for its own use
+            made_of |= {v: [s for _, shards in pairs for s in shards] for v in eqn.outvars}
             continue
-        found |= {shard: None for shards in read for shard in shards}
-    found |= {shard: None for shards in of.values() for shard in shards}
-    return list(found)
+        called = _compat.called_program(eqn) if pairs else None
+        if called is not None:
+            _find_uses(called.jaxpr, {called.jaxpr.invars[i]: shards for i, shards in pairs}, found)
+        found |= {shard: None for _, shards in pairs for shard in shards}

@@ -7,7 +7,7 @@ constraints, from which XLA's partitioner makes the collectives. What walks the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -21,7 +21,6 @@ from zeroj.collectives import fetch, plain
 from zeroj.errors import PlanError
 from zeroj.gather.inputs import batch_specs
 from zeroj.gather.reductions import Reduction
-from zeroj.gather.sinks import Taking
 from zeroj.plan.plan import ParamLeaf, Plan
 from zeroj.plan.rules import Placement
 
@@ -61,17 +60,29 @@ class View(Protocol):
         args: tuple[Any, ...],
         grads: list[Any],
         errors: Any = (),
-        taking: Taking | None = None,
+        beside: Beside | None = None,
     ) -> Any:
         """Runs ``program(leaves, batch, *whole, errors, taken)``: returns (whole values, list of gradients, errors).
 
         Args:
-            program: it; ``taken`` are the values of ``taking``, on one device.
+            program: it; ``taken`` are the values of ``beside``, on one device.
             args: leaves, batch and what is whole.
             grads: the PartitionSpecs of the gradients over the ZeRO axes, or of what is made of them.
             errors: arrays of which each device has its own, along dim 0.
-            taking: what takes gradients where they arise; left out, nothing does.
+            beside: what it works on beside its params; left out, nothing.
         """
+
+
+class Beside(Protocol):
+    """What a program works on beside its params, by path of a leaf."""
+
+    @property
+    def values(self) -> Mapping[str, tuple[jax.Array, ...]]:
+        """Global arrays."""
+
+    @property
+    def value_specs(self) -> dict[str, tuple[PartitionSpec, ...]]:
+        """Their PartitionSpecs, over the ZeRO axes."""
 
 
 class Files(Protocol):
@@ -174,13 +185,13 @@ class DeviceView:
         args: tuple[Any, ...],
         grads: list[Any],
         errors: Any = (),
-        taking: Taking | None = None,
+        beside: Beside | None = None,
     ) -> Any:
         """Runs inside ``shard_map`` over the ZeRO axes; the mesh's other axes stay automatic."""
         plan, whole = self.plan, PartitionSpec()
         own = PartitionSpec(plan.zero_axes)
         params = [plan.stored_placement(leaf).zero_spec for leaf in plan.leaves]
-        taken, places = (dict(taking.values), taking.value_specs) if taking else ({}, {})
+        taken, places = (dict(beside.values), beside.value_specs) if beside else ({}, {})
         return jax.shard_map(
             program,
             mesh=plan.mesh,
@@ -278,11 +289,15 @@ class GlobalView:
         args: tuple[Any, ...],
         grads: list[Any],
         errors: Any = (),
-        taking: Taking | None = None,
+        beside: Beside | None = None,
     ) -> Any:
         """Runs as it is."""
         del grads
-        assert taking is None, "under the global view XLA's partitioner places the sums"
+        if beside is not None:  # stacks are renewed on one device, in shards
+            raise PlanError(
+                'A step with loss_over="global" does not make the update that is pending: state = step.settle(state), '
+                "of the step that left it, does."
+            )
         return program(*args, errors, {})
 
 

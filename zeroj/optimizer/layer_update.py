@@ -58,7 +58,7 @@ class LayerUpdate:
         path: str,
         grad: jax.Array,
         stored: Sequence[jax.Array],
-        param: jax.Array,
+        param: jax.Array | None,
         also: Sequence[jax.Array],
         applied: jax.Array | None,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
@@ -68,13 +68,14 @@ class LayerUpdate:
             path: the leaf.
             grad: the layer's gradient, this device's shard, as the optimizer is to see it.
             stored: its master, if it has one of its own, and its state, on the device.
-            param: its stored param, on the device.
+            param: its stored param, on the device. None, of one that has a master: it is the master's, rounded.
             also: the counters, see :meth:`counters`.
             applied: as in :class:`LayerSink`.
         """
         leaf, flow = self.by_path[path], self.flow(len(self.by_path[path].shape) - grad.ndim)
         state = list(stored[1:] if self.plan.has_master else stored)
         master = stored[0] if self.plan.has_master else param
+        assert master is not None
         known = dict(zip(self._inputs(path), [master, grad, *state], strict=True))
         first = 2 * len(self.live)
         known |= dict(
@@ -87,7 +88,7 @@ class LayerUpdate:
         if applied is not None:
             new = [jnp.where(applied, x, old) for x, old in zip(new, [master, *state], strict=True)]
         after = as_dtype(new[0], self.plan.param_dtype(leaf))
-        if applied is not None and self.plan.has_master:
+        if applied is not None and self.plan.has_master and param is not None:
             after = jnp.where(applied, after, param)
         return after, tuple(new if self.plan.has_master else new[1:])
 

@@ -8,7 +8,7 @@ they were, after the backward pass (see :mod:`zeroj.optimizer.stream`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from zeroj.collectives import memory
+from zeroj.gather.host_gradients import squares_of
 from zeroj.gather.sinks import Made, Taking
 from zeroj.optimizer.layer_update import LayerUpdate
-from zeroj.optimizer.norms import squares_of
 from zeroj.optimizer.zero import ZeroOptimizer
 from zeroj.plan.plan import Plan
 
@@ -167,6 +167,16 @@ class LayerSink:
         state = tuple(memory.layer_of(x, index) for x in held)
         ahead = None if self.shard is None else memory.layer_of(stacks[-1], onward)
         return replace(self, value=state, ahead=ahead, unread=False)
+
+    def due(self, hold: Callable[[Sequence[jax.Array]], list[jax.Array]]) -> LayerSink:
+        """The same with the layer's state passed through ``hold``.
+
+        What waits for the gradient then waits for the state too: XLA would begin to read as late as it thinks will
+        do, all layers' reads in a queue.
+        """
+        if self.within is None or self.unread:
+            return self
+        return replace(self, value=tuple(hold(self.value)))
 
     def plus(self, addend: jax.Array) -> Made:
         """Updates with the gradient of a layer; with that of a whole stack, layer by layer."""

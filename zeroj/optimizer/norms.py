@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zeroj import _compat
+from zeroj.gather.host_gradients import squares_of
 from zeroj.plan.cuts import PIECE_BYTES
 from zeroj.plan.precision import Precision
 
@@ -74,8 +75,3 @@ def sum_of_squares(
         piece = jax.device_put(piece, jax.memory.Space.Device)
         total = total + squares_of(piece if of is None else of(piece))
     return total
-
-
-def squares_of(value: jax.Array) -> jax.Array:
-    """The sum of the squares of an array on the device, an fp32 scalar."""
-    return jnp.sum(jnp.square(value.astype(jnp.promote_types(value.dtype, jnp.float32))))

@@ -18,7 +18,7 @@ from zeroj.plan import tree
 from zeroj.plan.plan import ParamLeaf, Plan
 from zeroj.plan.rules import Placement
 from zeroj.spill.tier import is_spilled
-from zeroj.step.state import TrainState, fetch, place_array
+from zeroj.step.state import TrainState, check_settled, fetch, place_array
 
 #: PyTorch's names of optimizer state, and optax's.
 ALIASES = {"exp_avg": "mu", "exp_avg_sq": "nu", "momentum_buffer": "trace", "sum": "sum_of_squares"}
@@ -220,6 +220,7 @@ def _slot(state: Any, plan: Plan, path: str, what: str) -> _Slot:
         return _Slot(plan.treedef.flatten_up_to(state)[index], plan.grad_placement(leaf), "grads", index)
     if not isinstance(state, TrainState):
         raise PlanError(f"For {what!r} pass a TrainState, not a {type(state).__name__}.")
+    check_settled(state)
     if what != "param":
         return _state_slot(state, plan, leaf, what)
     if plan.has_master and leaf.trainable:

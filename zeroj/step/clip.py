@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from zeroj import _compat
 from zeroj.gather.gradients import Gradients
-from zeroj.gather.sinks import Made
+from zeroj.gather.sinks import Made, Measured
 from zeroj.optimizer.norms import Unfinished, sum_of_squares
 from zeroj.plan.plan import Plan
 
@@ -30,6 +31,8 @@ class Clipped(NamedTuple):
             their squares with them.
         left: makes the same of what of a gradient is brought to the device.
         order: the leaves by number, in the order in which their gradients are made, unless all wait for the norm.
+        came: the gradients as they came.
+        renewed: see :class:`zeroj.gather.gradients.Gradients`.
     """
 
     grads: list[Any]
@@ -38,6 +41,8 @@ class Clipped(NamedTuple):
     finite: jax.Array
     left: Unfinished
     order: tuple[int, ...] = ()
+    came: Sequence[Any] = ()
+    renewed: Any = ()
 
 
 def unscale_and_clip(plan: Plan, out: Gradients, scale: jax.Array | None, clip_norm: float | None) -> Clipped:
@@ -49,6 +54,7 @@ def unscale_and_clip(plan: Plan, out: Gradients, scale: jax.Array | None, clip_n
     left = Unfinished(out.divisor, scale, None)
     grads = [_unscaled(plan, left, g, x) for g, x in zip(out.grads, dtypes, strict=True)]
     each = [_squares(plan, left, g, x) for g, x in zip(grads, dtypes, strict=True)]
+    grads = [g.grad if isinstance(g, Measured) else g for g in grads]
     squares = jnp.stack(each) if each else jnp.zeros((0,), jnp.float32)
     norm = jnp.sqrt(jnp.sum(squares))
     factor = jnp.float32(1)
@@ -57,12 +63,13 @@ def unscale_and_clip(plan: Plan, out: Gradients, scale: jax.Array | None, clip_n
         left = left._replace(factor=factor)
     done = [g if stays(g) else left.clip(g) for g in grads]
     order = out.arrival.order if clip_norm is None else ()
-    return Clipped(done, norm, factor, jnp.isfinite(squares), left, order)
+    came = [g.grad if isinstance(g, Measured) else g for g in out.grads]
+    return Clipped(done, norm, factor, jnp.isfinite(squares), left, order, came, out.renewed)
 
 
 def stays(grad: Any) -> bool:
     """Whether a gradient is left as it came: it is in host memory, or was taken where it arose."""
-    return isinstance(grad, Made) or _compat.is_on_host(grad)
+    return isinstance(grad, (Made, Measured)) or _compat.is_on_host(grad)
 
 
 def _unscaled(plan: Plan, left: Unfinished, grad: Any, dtype: np.dtype) -> Any:
@@ -73,5 +80,7 @@ def _squares(plan: Plan, left: Unfinished, grad: Any, dtype: np.dtype) -> jax.Ar
     """The sum of the squares of a gradient's elements."""
     if isinstance(grad, Made):
         return grad.squares
+    if isinstance(grad, Measured):
+        return grad.squares if left.scale is None else grad.squares / jnp.square(left.scale)
     fetched = partial(left.fetched, dtype=dtype, precision=plan.precision)
     return sum_of_squares(grad, fetched if _compat.is_on_host(grad) else None, plan.degree)

@@ -12,7 +12,7 @@ from zeroj.plan.feedback import errors_struct
 from zeroj.plan.offload import host_kind
 from zeroj.plan.plan import Plan
 from zeroj.spill.tier import is_spilled
-from zeroj.step.state import TrainState
+from zeroj.step.state import TrainState, check_settled
 
 #: What may be moved, under the names of :class:`zeroj.MemoryReport`.
 PARTS = ("params", "master", "opt_state", "errors")
@@ -40,6 +40,7 @@ def offload_states(state: TrainState, include: Collection[str] = PARTS) -> Train
         >>> generate()
         >>> state = zj.reload_states(state, plan)
     """
+    check_settled(state)
     unknown = sorted(set(include) - set(PARTS))
     if unknown:
         raise PlanError(f"include names {unknown}; what can be moved is {list(PARTS)}.")

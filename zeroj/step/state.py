@@ -44,6 +44,7 @@ class TrainState(NamedTuple):
             each device has its own along dim 0; see :mod:`zeroj.plan.feedback`. ``()`` without it.
         feeds: bool scalar beside ``errors``: where it is False (an update was skipped, or ``reset_T`` is over),
             they stand for zeros. ``()`` without them.
+        pending: an update that the next step makes (see :class:`zeroj.step.rotated.RotatedStep`); ``()`` without one.
     """
 
     params: Any
@@ -55,6 +56,16 @@ class TrainState(NamedTuple):
     model_state: Any = ()
     errors: Any = ()
     feeds: Any = ()
+    pending: Any = ()
+
+
+def check_settled(state: Any) -> None:
+    """Raises PlanError where a state has an update pending, so that its params and optimizer state are one behind."""
+    if isinstance(state, TrainState) and state.pending:
+        raise PlanError(
+            f"The state has the update of {', '.join(sorted(state.pending.grads))} pending, as a step with rotate=True "
+            "leaves it: state = step.settle(state) makes it. Steps take the state as it is."
+        )
 
 
 def shard_params(plan: Plan, params: Any) -> Any:
@@ -171,6 +182,7 @@ def full_params(state: TrainState | Any, plan: Plan) -> Any:
         state: a :class:`TrainState`, or stored params.
         plan: the plan.
     """
+    check_settled(state)
     params = state.params if isinstance(state, TrainState) else state
     values = check_params(plan, params)
     values = [frozen.unpacked(plan, leaf, value) for leaf, value in zip(plan.leaves, values, strict=True)]

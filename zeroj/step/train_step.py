@@ -15,20 +15,22 @@ from zeroj.config.precision import LossScale
 from zeroj.errors import PlanError
 from zeroj.gather.evaluate import evaluate
 from zeroj.gather.gradients import Gradients, gradients
+from zeroj.gather.renewals import Renewing
 from zeroj.gather.residual_check import check_near, check_offload
 from zeroj.gather.sinks import Made, Taking
 from zeroj.gather.views import make_view
-from zeroj.optimizer import layerwise
+from zeroj.optimizer import layerwise, rotation
 from zeroj.optimizer.spill import SpilledUpdate
 from zeroj.optimizer.zero import ZeroOptimizer, apply_gradients, wrap_optimizer
 from zeroj.plan.feedback import errors_struct
 from zeroj.plan.mesh import traced_on
 from zeroj.plan.plan import ParamLeaf, Plan
 from zeroj.spill.reader import ParamReader
+from zeroj.step import rotated
 from zeroj.step.clip import Clipped, stays, unscale_and_clip
 from zeroj.step.precision import default_scaling, is_stuck, next_scale
 from zeroj.step.spilled import SpilledStep, WithoutFiles
-from zeroj.step.state import TrainState
+from zeroj.step.state import TrainState, check_settled
 
 
 def make_train_step(
@@ -45,6 +47,7 @@ def make_train_step(
     reduce_op: str = "mean",
     donate: bool = True,
     offload_activations: bool = False,
+    rotate: bool = False,
 ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]:
     """Builds the jitted step ``(state, batch) -> (state, metrics)``.
 
@@ -68,6 +71,9 @@ def make_train_step(
         donate: whether the old state's buffers are reused for the new one.
         offload_activations: whether what the loss's ``jax.checkpoint`` regions keep for the backward pass waits in
             host memory.
+        rotate: whether the update of stacks of layers is left to the next step's forward pass, behind which the
+            copies of optimizer state in host memory then hide, clipped or not; the result is a
+            :class:`zeroj.step.rotated.RotatedStep`.
 
     Returns:
         A jitted function, or a :class:`zeroj.step.spilled.SpilledStep` where the plan keeps state in files.
@@ -94,6 +100,7 @@ def make_train_step(
     reader = ParamReader(plan) if plan.spills_params else None
     skips = plan.precision.half if skip_nonfinite is None else skip_nonfinite
     alone = (loss_over, accumulation_steps, reduce_op, clip_norm, skips) == ("device", 1, "mean", None, False)
+    late = rotated.check(plan, wrapped, loss_over) if rotate else []
     head = _head(
         partial(
             gradients,
@@ -110,13 +117,9 @@ def make_train_step(
         clip_norm=clip_norm,
         scaling=loss_scale or default_scaling(plan.precision.name),
         skips=skips,
-        taking=partial(layerwise.taking, wrapped) if alone and layerwise.applies(plan) else None,
+        taking=partial(layerwise.taking, wrapped) if alone and not late and layerwise.applies(plan) else None,
+        renewing=partial(rotation.renewing, wrapped),
     )
-
-    def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        clipped, new, metrics = head(state, batch)
-        params, opt_state = _update(wrapped, state, clipped, metrics["loss"], new.applied)
-        return state._replace(params=params, opt_state=opt_state, **new.fields), metrics
 
     def before_update(state: TrainState, batch: Any) -> tuple[Any, ...]:
         clipped, new, metrics = head(state, batch)
@@ -128,9 +131,27 @@ def make_train_step(
         program = jax.jit(traced_on(plan.mesh, before_update), out_shardings=places, compiler_options=options)
         update = SpilledUpdate(wrapped.user_tx, plan, donate, accumulation_steps)
         return SpilledStep(WithoutFiles(program, plan, reader), update)
-    return jax.jit(
+    step = _whole(head, wrapped, late)
+    program = jax.jit(
         traced_on(plan.mesh, step), donate_argnums=(0,) if donate else (), compiler_options=options
     )
+    return rotated.RotatedStep(program, wrapped, donate) if late else program
+
+
+def _whole(
+    head: Callable[..., tuple[Clipped, Advance, dict[str, Any]]], tx: ZeroOptimizer, late: list[str]
+) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]:
+    """The step with its update, but for that of the leaves in ``late``, which is left to the next one."""
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        clipped, new, metrics = head(state, batch)
+        state = rotated.put(tx.plan, state, clipped.renewed)._replace(pending=())
+        if late:
+            clipped, state = rotated.put_off(tx, state, clipped, new.applied, late)
+        params, opt_state = _update(tx, state, clipped, metrics["loss"], new.applied)
+        return state._replace(params=params, opt_state=opt_state, **new.fields), metrics
+
+    return step
 
 
 def _waiting(plan: Plan) -> list[Any]:
@@ -158,7 +179,8 @@ def _head(
     clip_norm: float | None,
     scaling: LossScale,
     skips: bool,
-    taking: Callable[[Any], Taking | None] | None = None,
+    taking: Callable[[Any], Taking | None] | None,
+    renewing: Callable[[Any, Any], Renewing],
 ) -> Callable[..., tuple[Clipped, Advance, dict[str, Any]]]:
     """Everything before the update: (state, batch) -> (gradients, unscaled and clipped; small fields; metrics)."""
 
@@ -168,7 +190,11 @@ def _head(
     def head(state: TrainState, batch: Any) -> tuple[Clipped, Advance, dict[str, Any]]:
         rng = jax.random.fold_in(state.rng, state.scale.iteration)
         scale = state.scale.scale if scaled else jnp.float32(1)
-        fed = {"errors": state.errors, "feeds": state.feeds, "taking": early and early(state.opt_state)}
+        fed = {"errors": state.errors, "feeds": state.feeds}
+        if state.pending:
+            fed["renewing"] = renewing(state.opt_state, state.pending)
+        elif early:
+            fed["taking"] = early(state.opt_state)
         out = evaluate_gradients(state.params, batch, rng, scale, state.model_state, **fed)
         made_with = scale / times if scaled or times != 1 else None
         clipped = unscale_and_clip(plan, out, made_with, clip_norm)
@@ -230,6 +256,7 @@ def make_eval_step(
     view = make_view(plan, loss_over, reader)
 
     def step(state: TrainState, batch: Any) -> dict[str, Any]:
+        check_settled(state)
         carried = state.model_state
         loss, aux = evaluate(
             loss_fn, plan, state.params, batch, state.rng, carried, view=view, has_aux=has_aux

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 
 from zeroj import _compat
@@ -20,6 +22,13 @@ def beside(old: jax.Array, new: jax.Array) -> jax.Array:
 def layer_of(stack: jax.Array, index: jax.Array) -> jax.Array:
     """One layer of a stack, on the device; ``index`` is an integer scalar."""
     return here(jax.lax.dynamic_index_in_dim(stack, index, keepdims=False))
+
+
+def put_layers(
+    stacks: Sequence[jax.Array], layers: Sequence[jax.Array], index: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Several stacks, each with one layer replaced; see :func:`put_layer`."""
+    return tuple(put_layer(*pair, index) for pair in zip(stacks, layers, strict=True))
 
 
 def put_layer(stack: jax.Array, layer: jax.Array, index: jax.Array) -> jax.Array:

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zeroj.gather.sinks import Measured
+from zeroj.gather.sinks import Measured, ReadsNothing
 
 
 @dataclass(frozen=True)
-class HostGradient:
+class HostGradient(ReadsNothing):
     """Sends a leaf's gradient, or that of its layers one by one, to host memory; keeps the sum of its squares.
 
     Attributes:
         dtype: that of a gradient on the device; the squares are those of the gradient in it.
         squares: of a layer: the sum of squares of the layers before.
-        shard: no param is changed.
     """
 
     dtype: np.dtype
     squares: jax.Array | None = None
-    shard: None = None
 
     def plus(self, addend: jax.Array) -> Measured:
         """The gradient in host memory, in the dtype in which it arises."""
@@ -40,16 +37,6 @@ class HostGradient:
         """No squares yet."""
         del first, step
         return jnp.zeros((), jnp.float32)
-
-    def after(self, value: jax.Array) -> HostGradient:
-        """As it is: nothing is read."""
-        del value
-        return self
-
-    def due(self, hold: Callable[[Sequence[jax.Array]], list[jax.Array]]) -> HostGradient:
-        """As it is."""
-        del hold
-        return self
 
     def put(self, made: Measured) -> jax.Array:
         """The sum of squares with the layer's."""

@@ -7,7 +7,7 @@ and both copies run beside the backward pass of the layers around.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,26 +17,25 @@ from zeroj import _compat
 from zeroj.collectives import memory
 from zeroj.collectives.plain import total
 from zeroj.gather.reductions import Reduction
+from zeroj.gather.sinks import ReadsNothing
 
 #: A stack of at most so many slices is zeroed slice by slice.
 MOST_SLICES = 1024
 
 
 @dataclass(frozen=True)
-class HostSum:
+class HostSum(ReadsNothing):
     """The sum of one leaf's gradients over the micro-batches so far.
 
     Attributes:
         value: this device's shard, in host memory; of a slice that a loop's body works on, on the device.
         weight: fp32 scalar by which the next addend counts, or None for 1.
         within: of the sum of one slice: the stack, and the slice's index.
-        shard: no param is changed.
     """
 
     value: jax.Array
     weight: jax.Array | None
     within: tuple[jax.Array, jax.Array] | None = None
-    shard: None = None
 
     def plus(self, addend: jax.Array) -> jax.Array:
         """The sum with one more addend, in the memory where the sum is.
@@ -57,16 +56,6 @@ class HostSum:
         """The sum so far."""
         del first, step
         return self.value
-
-    def after(self, value: jax.Array) -> HostSum:
-        """As it is: a slice is read where its addend is there."""
-        del value
-        return self
-
-    def due(self, hold: Callable[[Sequence[jax.Array]], list[jax.Array]]) -> HostSum:
-        """As it is."""
-        del hold
-        return self
 
     def put(self, made: jax.Array) -> jax.Array:
         """The stack with one slice's new sum in its place."""

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from zeroj import _compat
 from zeroj.gather import lazy
+from zeroj.gather.sinks import Hold
 from zeroj.plan.plan import Plan
 
 
@@ -23,10 +24,6 @@ class Renewed(NamedTuple):
 
     param: Any
     stored: tuple[Any, ...]
-
-
-#: Passes arrays on, and has something else wait for them.
-Hold = Callable[[Sequence[jax.Array]], list[jax.Array]]
 
 
 class Renewal(Protocol):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import jax
 from jax.sharding import PartitionSpec
 
 from zeroj import _compat
 from zeroj.plan.plan import ParamLeaf, Plan
+
+#: Passes arrays on, and has something else wait for them.
+Hold = Callable[[Sequence[jax.Array]], list[jax.Array]]
 
 
 class Sink(Protocol):
@@ -29,7 +32,7 @@ class Sink(Protocol):
     def after(self, value: jax.Array) -> Sink:
         """The same, which reads what is on the host once ``value`` is made: a first gradient, not summed."""
 
-    def due(self, hold: Callable[[Sequence[jax.Array]], list[jax.Array]]) -> Sink:
+    def due(self, hold: Hold) -> Sink:
         """The same with what it read of a layer passed through ``hold``, which is to wait for it."""
 
     def plus(self, addend: jax.Array) -> Any:
@@ -43,6 +46,26 @@ class Sink(Protocol):
 
     def whole(self, carried: Any, given: Any) -> Any:
         """What was made of all layers, from what the loop carried and what it stacked."""
+
+
+class ReadsNothing:
+    """A sink that changes no param, and for which nothing comes ahead of a gradient.
+
+    Attributes:
+        shard: none.
+    """
+
+    shard: None = None
+
+    def after(self, value: jax.Array) -> Self:
+        """As it is."""
+        del value
+        return self
+
+    def due(self, hold: Hold) -> Self:
+        """As it is."""
+        del hold
+        return self
 
 
 #: Path of a leaf -> what takes its gradient.

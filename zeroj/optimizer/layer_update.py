@@ -185,5 +185,19 @@ class LayerUpdate:
         return Flow(program, [*range(n), *range(n), *owners, LATER], SMALL)
 
 
+def stored_of(plan: Plan, opt_state: Any, paths: Sequence[str]) -> dict[str, tuple[jax.Array, ...]]:
+    """Path -> a leaf's master, if it has one of its own, and its optimizer state."""
+    inner = plan.state_treedef.flatten_up_to(opt_state.inner)
+    masters = plan.treedef.flatten_up_to(opt_state.master) if plan.has_master else []
+    by_path = {leaf.path: masters[i] for i, leaf in enumerate(plan.leaves)} if masters else {}
+    return {
+        path: (
+            *([by_path[path]] if masters else []),
+            *(v for v, s in zip(inner, plan.state_leaves, strict=True) if s.owner == path),
+        )
+        for path in paths
+    }
+
+
 def _is_counter(state: StateLeaf) -> bool:
     return not state.owner and state.placement.shape == ()

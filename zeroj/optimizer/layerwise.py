@@ -8,7 +8,7 @@ they were, after the backward pass (see :mod:`zeroj.optimizer.stream`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -17,8 +17,8 @@ import jax.numpy as jnp
 
 from zeroj.collectives import memory
 from zeroj.gather.host_gradients import squares_of
-from zeroj.gather.sinks import Made, Taking
-from zeroj.optimizer.layer_update import LayerUpdate
+from zeroj.gather.sinks import Hold, Made, Taking
+from zeroj.optimizer.layer_update import LayerUpdate, stored_of
 from zeroj.optimizer.zero import ZeroOptimizer
 from zeroj.plan.plan import Plan
 
@@ -41,15 +41,7 @@ def taking(tx: ZeroOptimizer, opt_state: Any) -> Taking | None:
     if not found:
         return None
     inner = plan.state_treedef.flatten_up_to(opt_state.inner)
-    masters = plan.treedef.flatten_up_to(opt_state.master) if plan.has_master else []
-    by_path = {leaf.path: masters[i] for i, leaf in enumerate(plan.leaves)} if masters else {}
-    values = {
-        leaf.path: (
-            *([by_path[leaf.path]] if masters else []),
-            *(v for v, s in zip(inner, plan.state_leaves, strict=True) if s.owner == leaf.path),
-        )
-        for leaf in found
-    }
+    values = stored_of(plan, opt_state, [leaf.path for leaf in found])
 
     def make(
         path: str,
@@ -89,7 +81,7 @@ class Carried(NamedTuple):
 
     def written(self) -> tuple[jax.Array, ...]:
         """The stacks with the results that wait in their place."""
-        return tuple(memory.put_layer(*pair, self.at) for pair in zip(self.stacks, self.last, strict=True))
+        return memory.put_layers(self.stacks, self.last, self.at)
 
 
 class Within(NamedTuple):
@@ -168,7 +160,7 @@ class LayerSink:
         ahead = None if self.shard is None else memory.layer_of(stacks[-1], onward)
         return replace(self, value=state, ahead=ahead, unread=False)
 
-    def due(self, hold: Callable[[Sequence[jax.Array]], list[jax.Array]]) -> LayerSink:
+    def due(self, hold: Hold) -> LayerSink:
         """The same with the layer's state passed through ``hold``.
 
         What waits for the gradient then waits for the state too: XLA would begin to read as late as it thinks will

@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 
 from zeroj.collectives import memory
-from zeroj.gather.renewals import Hold, Renewed, Renewing
-from zeroj.optimizer.layer_update import LayerUpdate
+from zeroj.gather.renewals import Renewed, Renewing
+from zeroj.gather.sinks import Hold
+from zeroj.optimizer.layer_update import LayerUpdate, stored_of
 from zeroj.optimizer.norms import Unfinished
 from zeroj.optimizer.zero import ZeroOptimizer
-from zeroj.plan.plan import Plan
 
 
 class Pending(NamedTuple):
@@ -37,20 +37,6 @@ class Pending(NamedTuple):
     left: Unfinished
     counters: list[jax.Array]
     applied: jax.Array | None
-
-
-def stored_of(plan: Plan, opt_state: Any, paths: list[str]) -> dict[str, tuple[jax.Array, ...]]:
-    """Path -> a leaf's master, if it has one of its own, and its optimizer state."""
-    inner = plan.state_treedef.flatten_up_to(opt_state.inner)
-    masters = plan.treedef.flatten_up_to(opt_state.master) if plan.has_master else []
-    by_path = {leaf.path: masters[i] for i, leaf in enumerate(plan.leaves)} if masters else {}
-    return {
-        path: (
-            *([by_path[path]] if masters else []),
-            *(v for v, s in zip(inner, plan.state_leaves, strict=True) if s.owner == path),
-        )
-        for path in paths
-    }
 
 
 def renewing(tx: ZeroOptimizer, opt_state: Any, pending: Pending) -> Renewing:
@@ -97,7 +83,7 @@ class Carried(NamedTuple):
 
     def written(self) -> tuple[jax.Array, ...]:
         """The stacks with the results that wait in their place."""
-        return tuple(memory.put_layer(*pair, self.at) for pair in zip(self.stacks, self.last, strict=True))
+        return memory.put_layers(self.stacks, self.last, self.at)
 
 
 class Working(NamedTuple):

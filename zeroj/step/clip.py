@@ -54,22 +54,26 @@ def unscale_and_clip(plan: Plan, out: Gradients, scale: jax.Array | None, clip_n
     left = Unfinished(out.divisor, scale, None)
     grads = [_unscaled(plan, left, g, x) for g, x in zip(out.grads, dtypes, strict=True)]
     each = [_squares(plan, left, g, x) for g, x in zip(grads, dtypes, strict=True)]
-    grads = [g.grad if isinstance(g, Measured) else g for g in grads]
     squares = jnp.stack(each) if each else jnp.zeros((0,), jnp.float32)
     norm = jnp.sqrt(jnp.sum(squares))
     factor = jnp.float32(1)
     if clip_norm is not None:
         factor = jnp.minimum(1.0, clip_norm / (norm + CLIP_EPSILON))
         left = left._replace(factor=factor)
-    done = [g if stays(g) else left.clip(g) for g in grads]
+    done = [_bare(g) if stays(g) else left.clip(g) for g in grads]
     order = out.arrival.order if clip_norm is None else ()
-    came = [g.grad if isinstance(g, Measured) else g for g in out.grads]
+    came = [_bare(g) for g in out.grads]
     return Clipped(done, norm, factor, jnp.isfinite(squares), left, order, came, out.renewed)
 
 
 def stays(grad: Any) -> bool:
     """Whether a gradient is left as it came: it is in host memory, or was taken where it arose."""
     return isinstance(grad, (Made, Measured)) or _compat.is_on_host(grad)
+
+
+def _bare(grad: Any) -> Any:
+    """A gradient without what was measured of it."""
+    return grad.grad if isinstance(grad, Measured) else grad
 
 
 def _unscaled(plan: Plan, left: Unfinished, grad: Any, dtype: np.dtype) -> Any:

@@ -12,7 +12,7 @@ from zeroj.errors import PlanError
 from zeroj.gather.renewals import Renewed
 from zeroj.gather.sinks import Made
 from zeroj.optimizer import layerwise, rotation
-from zeroj.optimizer.layer_update import LayerUpdate
+from zeroj.optimizer.layer_update import LayerUpdate, stored_of
 from zeroj.optimizer.zero import ZeroOptimizer
 from zeroj.plan.mesh import traced_on
 from zeroj.plan.plan import Plan
@@ -127,7 +127,7 @@ def put_off(
     """Takes the gradients of the leaves in ``paths`` out of an update, which is left pending in the state."""
     plan = tx.plan
     params = plan.treedef.flatten_up_to(state.params)
-    stored = rotation.stored_of(plan, state.opt_state, paths)
+    stored = stored_of(plan, state.opt_state, paths)
     live = [i for i, leaf in enumerate(plan.leaves) if leaf.trainable]
     grads, later = list(clipped.grads), {}
     for j, i in enumerate(live):
